@@ -1,0 +1,1 @@
+"""KV-cache mapping between models of one family: calibrate, convert, store, serve."""

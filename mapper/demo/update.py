@@ -1,0 +1,101 @@
+"""The healed low-rank update of the small model: its file format, its checks and its merge into weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from .gguf_source import file_sha256
+
+FOLDER = Path(__file__).parent
+RECIPE_FILE = FOLDER / "small_recipe.json"
+UPDATE_FILE = FOLDER / "small_update.safetensors"
+
+
+class UpdateRefused(ValueError):
+    """The update file does not belong to the recipe or to the weights it would be merged into."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which layers of the large model the small one leaves out, and the digest of the update it was healed with."""
+
+    layers_removed: tuple[int, ...]
+    update_sha256: str | None
+
+    @classmethod
+    def read(cls, path: Path = RECIPE_FILE) -> Recipe:
+        data = json.loads(path.read_text())
+        return cls(tuple(data["layers_removed"]), data["update"] and data["update"]["sha256"])
+
+    def write(self, path: Path = RECIPE_FILE) -> None:
+        update = self.update_sha256 and {"sha256": self.update_sha256}
+        path.write_text(json.dumps({"layers_removed": list(self.layers_removed), "update": update}, indent=2) + "\n")
+
+    def kept(self, layers: int) -> list[int]:
+        return [layer for layer in range(layers) if layer not in self.layers_removed]
+
+
+def pruned_weights(weights: dict[str, torch.Tensor], kept: list[int]) -> dict[str, torch.Tensor]:
+    """The weights of a model that has only the `kept` layers, renumbered from 0."""
+    new_index = {old: new for new, old in enumerate(kept)}
+    pruned = {}
+    for name, value in weights.items():
+        if not name.startswith("model.layers."):
+            pruned[name] = value
+            continue
+        _, _, old, rest = name.split(".", 3)
+        if int(old) in new_index:
+            pruned[f"model.layers.{new_index[int(old)]}.{rest}"] = value
+    return pruned
+
+
+def save_update(update: dict[str, torch.Tensor], layers_removed: tuple[int, ...], path: Path) -> None:
+    """`update` holds `<linear>.down` [rank, in] and `<linear>.up` [out, rank] a linear, and whole norm weights."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    metadata = {"format": "pt", "layers_removed": json.dumps(list(layers_removed))}
+    # bf16 halves the file; what it rounds off is far below the update's own noise
+    save_file({name: value.detach().to(torch.bfloat16).contiguous() for name, value in update.items()}, path, metadata)
+
+
+def load_update(recipe: Recipe, path: Path = UPDATE_FILE) -> dict[str, torch.Tensor]:
+    """The update's tensors, refused unless the file is the one the recipe names, for the same layers."""
+    digest = file_sha256(path)
+    if digest != recipe.update_sha256:
+        raise UpdateRefused(f"{path.name} has SHA-256 {digest}, the recipe names {recipe.update_sha256}")
+    with safe_open(path, framework="pt") as file:
+        removed = tuple(json.loads(file.metadata()["layers_removed"]))
+        if removed != recipe.layers_removed:
+            raise UpdateRefused(f"{path.name} was trained without layers {removed}, not {recipe.layers_removed}")
+        return {name: file.get_tensor(name).to(torch.float32) for name in file.keys()}
+
+
+def merge(weights: dict[str, torch.Tensor], update: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """New weights in which every low-rank pair is added to its linear and every norm weight replaced."""
+    merged = dict(weights)
+    for name, value in update.items():
+        module, kind = name.rsplit(".", 1)
+        if kind == "up":
+            continue
+        target = f"{module}.weight"
+        if kind == "down":
+            value = _low_rank(update, module, value, weights)
+        if target not in weights or weights[target].shape != value.shape:
+            found = tuple(weights[target].shape) if target in weights else "nothing"
+            raise UpdateRefused(f"update of {target} has shape {tuple(value.shape)}, the weights have {found}")
+        merged[target] = weights[target] + value if kind == "down" else value
+    return merged
+
+
+def _low_rank(
+    update: dict[str, torch.Tensor], module: str, down: torch.Tensor, weights: dict[str, torch.Tensor]
+) -> torch.Tensor:
+    up = update.get(f"{module}.up")
+    if up is None or up.shape[1] != down.shape[0]:
+        raise UpdateRefused(f"update of {module} lacks the matching half of its low-rank pair")
+    return up @ down

@@ -1,0 +1,33 @@
+"""The errors the mapper raises on purpose; everything else is a bug."""
+
+
+class MapperError(Exception):
+    """Base of all errors with a cause the operator can act on."""
+
+
+class UnsupportedModel(MapperError):
+    """A model (or pair of models) whose KV cache cannot be mapped.
+
+    `field` names what rules it out, so that callers can report it as data.
+    """
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(f"{field}: {reason}")
+        self.field = field
+        self.reason = reason
+
+
+class BadPage(MapperError):
+    """A page file that is truncated, corrupt, or belongs to another model."""
+
+
+class StoreFull(MapperError):
+    """No page can be evicted to make room: all are pinned, or the page is too large."""
+
+
+class BadArtifact(MapperError):
+    """A mapping artifact that is incomplete, altered, or of an unknown version."""
+
+
+class CalibrationError(MapperError):
+    """Calibration cannot give a trustworthy map (too little text, non-finite values, ...)."""
