@@ -77,16 +77,16 @@ def read_weights(path: Path, config: LlamaConfig) -> dict[str, torch.Tensor]:
     """All weights in fp32 under their Transformers names (dequantised 4-bit values do not fit bf16 exactly)."""
     weights = {}
     for tensor in GGUFReader(path).tensors:
-        value = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)).to(torch.float32)
+        value = torch.tensor(dequantize(tensor.data, tensor.tensor_type), dtype=torch.float32)
         if tensor.name in TOP_NAMES:
-            weights[TOP_NAMES[tensor.name]] = value.clone()
+            weights[TOP_NAMES[tensor.name]] = value
             continue
         _, layer, kind, _ = tensor.name.split(".")
         if kind == "attn_q":
             value = _undo_rope_order(value, config.num_attention_heads)
         elif kind == "attn_k":
             value = _undo_rope_order(value, config.num_key_value_heads)
-        weights[f"model.layers.{layer}.{LAYER_NAMES[kind]}.weight"] = value.clone()
+        weights[f"model.layers.{layer}.{LAYER_NAMES[kind]}.weight"] = value
     return weights
 
 
@@ -94,7 +94,7 @@ def _undo_rope_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """GGUF interleaves each head's rotary halves; Transformers keeps them one after the other."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
-    return pairs.transpose(1, 2).reshape(rows, columns)
+    return pairs.transpose(1, 2).reshape(rows, columns).contiguous()
 
 
 def read_tokenizer(path: Path, max_length: int) -> PreTrainedTokenizerBase:
