@@ -18,7 +18,14 @@ class UnsupportedModel(MapperError):
 
 
 class BadPage(MapperError):
-    """A page file that is truncated, corrupt, or belongs to another model."""
+    """A page file that is truncated, corrupt, or belongs to another model.
+
+    `reason` is one of `store.page.BAD_PAGE_REASONS`, fit for a metric label.
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"{reason}: {detail}")
+        self.reason = reason
 
 
 class StoreFull(MapperError):
