@@ -16,10 +16,19 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Namespace:
-    """What separates caches of the same tokens: lineage (`extra_key`) and tenant (`cache_salt`)."""
+    """What separates caches of the same tokens: lineage (`extra_key`) and tenant (`cache_salt`).
+
+    Raises:
+        ValueError: an empty salt. SGLang reads it as no salt at all, so a tenant with an
+            empty name would share its pages with everybody who has none.
+    """
 
     extra_key: str | None = None
     cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.cache_salt == "":
+            raise ValueError("cache_salt must not be empty")
 
     def seed(self) -> bytes:
         if self.extra_key is None and self.cache_salt is None:

@@ -141,13 +141,13 @@ class DirectoryStore:
         self._path(layout, key).unlink(missing_ok=True)
 
     def touch(self, layout: PageLayout, keys: Sequence[str], pin_seconds: float = 0.0) -> None:
-        now = time.time() + pin_seconds
+        now = time.time()
         for depth, key in enumerate(keys):
             path = self._path(layout, key)
-            moment = now - depth * _CHAIN_STEP
+            moment = now + pin_seconds - depth * _CHAIN_STEP
             try:
                 # A touch must not cut short a pin that somebody else set.
-                if pin_seconds or path.stat().st_mtime < moment:
+                if pin_seconds or path.stat().st_mtime <= now:
                     os.utime(path, (moment, moment))
             except FileNotFoundError:
                 continue
@@ -164,8 +164,11 @@ class DirectoryStore:
         return self.root / layout.fingerprint / key[:2] / name
 
     def _folder(self, folder: Path) -> None:
+        """Creates a folder below the root; `parents=True` would ignore the mode above it."""
         if folder not in self._made:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if folder.parent != self.root:
+                self._folder(folder.parent)
+            folder.mkdir(mode=0o700, exist_ok=True)
             self._made.add(folder)
 
     @staticmethod

@@ -1,0 +1,1 @@
+"""The mapper service: converts pages of one model into pages of another, over HTTP."""

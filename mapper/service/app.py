@@ -1,0 +1,113 @@
+"""The mapper's HTTP interface: transfers, pairs, health, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import uvicorn
+from fastapi import FastAPI, Response
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+
+from mapper.service.metrics import Metrics
+from mapper.service.pairs import Pairs
+from mapper.service.protocol import Pair, Reason, TransferRequest, TransferResult
+from mapper.service.transfer import Transfers
+from mapper.store import DirectoryStore
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True)
+class MapperConfig:
+    """`listen` is `HOST:PORT` or `unix:///path`; `device` is where maps are applied."""
+
+    store: Path
+    store_bytes: int
+    artifacts: Sequence[Path]
+    listen: str = "127.0.0.1:8401"
+    device: str = "cpu"
+    threads: int | None = field(default=None)
+
+
+def create_app(config: MapperConfig) -> FastAPI:
+    """The service over one store; artifacts are loaded and verified before it answers."""
+    store = DirectoryStore(config.store, config.store_bytes)
+    pairs = Pairs(store, config.artifacts, config.device)
+    transfers = Transfers(pairs)
+    metrics = Metrics(store)
+    # Mapping uses every core it may use: two at once would each miss their deadline.
+    turn = asyncio.Semaphore(1)
+    app = FastAPI(title="Baton mapper", version="1", docs_url=None, redoc_url=None)
+
+    @app.post("/v1/transfers")
+    async def transfer(request: TransferRequest) -> TransferResult:
+        deadline = time.monotonic() + request.deadline_ms / 1000
+        result = await _in_turn(turn, transfers, request, deadline)
+        metrics.observe(result)
+        log.info(
+            "transfer",
+            pair=result.pair,
+            status=result.status,
+            reason=result.reason,
+            tokens=result.tokens,
+            mapped=result.mapped_tokens,
+            ms=round(result.ms, 1),
+            detail=result.detail,
+        )
+        return result
+
+    @app.get("/v1/pairs")
+    def list_pairs() -> list[Pair]:
+        return pairs.list()
+
+    @app.get("/health")
+    def health() -> dict:
+        return {"status": "ok", "live": sorted(pairs.live()), "refused": pairs.refused}
+
+    @app.get("/metrics")
+    def show_metrics() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    return app
+
+
+async def _in_turn(
+    turn: asyncio.Semaphore, transfers: Transfers, request: TransferRequest, deadline: float
+) -> TransferResult:
+    began = time.monotonic()
+    pair = f"{request.source.model}->{request.target.model}"
+    try:
+        await asyncio.wait_for(turn.acquire(), deadline - began)
+    except TimeoutError:
+        waited = (time.monotonic() - began) * 1000
+        return TransferResult(
+            status="fallback_reprefill", reason=Reason.DEADLINE, pair=pair, ms=waited
+        )
+    # Released when the thread is done, not when a client gives up waiting: cancelling the
+    # request does not stop the thread, and the next transfer must not run beside it.
+    work = asyncio.ensure_future(asyncio.to_thread(transfers.run, request, deadline))
+    work.add_done_callback(lambda _: turn.release())
+    try:
+        return await asyncio.shield(work)
+    except Exception:
+        log.exception("transfer_failed", pair=pair)
+        return TransferResult(status="fallback_reprefill", reason=Reason.ERROR, pair=pair)
+
+
+def run(config: MapperConfig) -> None:
+    """Serves until SIGTERM."""
+    if config.threads:
+        import torch
+
+        torch.set_num_threads(config.threads)
+    if config.listen.startswith("unix://"):
+        where = {"uds": config.listen.removeprefix("unix://")}
+    else:
+        host, _, port = config.listen.rpartition(":")
+        where = {"host": host, "port": int(port)}
+    uvicorn.run(create_app(config), log_level="warning", access_log=False, **where)
