@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAX_TOKENS = 1_048_576
 Status = Literal["applied", "fallback_reprefill", "unsupported"]
@@ -49,6 +49,13 @@ class TransferRequest(_Wire):
     native_tail: int | None = Field(default=None, ge=0)
     source: Cache
     target: Cache
+
+    @model_validator(mode="after")
+    def _one_tenant(self) -> Self:
+        if self.source.cache_salt != self.target.cache_salt:
+            raise ValueError("source and target must have the same cache_salt: one tenant's KV "
+                             "is never made reachable for another")
+        return self
 
 
 class TransferResult(_Wire):

@@ -1,0 +1,1 @@
+"""Ways to run Baton: one machine, containers, Kubernetes."""

@@ -1,0 +1,155 @@
+"""The mapper's commands: worker, mapper, inspect. Imports of torch and SGLang wait until a command runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mapper.errors import MapperError
+
+app = typer.Typer()
+
+DEFAULT_STORE = Path("/dev/shm") / f"baton-{os.getuid()}"
+DEFAULT_STORE_BYTES = 2 << 30
+
+StoreOption = Annotated[
+    Path, typer.Option(help="Page store directory, shared by the workers and mapper of a node.")
+]
+StoreBytesOption = Annotated[
+    int, typer.Option(help="Limit of the page store in bytes; beyond it the oldest pages go.")
+]
+
+
+@app.command()
+def worker(
+    tier: Annotated[
+        str, typer.Option(help="small or large: which demo model, and which default port.")
+    ],
+    model_path: Annotated[
+        Path | None, typer.Option(help="A Hugging Face model folder instead of the demo model.")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Served model name; the folder's name by default.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Default: 30001 small, 30002 large.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, also of the KV.")] = "float32",
+    page_size: Annotated[int, typer.Option(help="Tokens a page; the same on both tiers.")] = 16,
+    kv_tokens: Annotated[int, typer.Option(help="Size of the KV pool in tokens.")] = 16384,
+    memory_fraction: Annotated[
+        float, typer.Option(help="SGLang's --mem-fraction-static; leave room for other workers.")
+    ] = 0.3,
+    threads: Annotated[int | None, typer.Option(help="CPU threads of this worker.")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    store_bytes: StoreBytesOption = DEFAULT_STORE_BYTES,
+    log: Annotated[
+        Path | None, typer.Option(help="Where SGLang's own output goes.")
+    ] = None,
+    sglang: Annotated[
+        list[str] | None, typer.Argument(help="Further SGLang flags, after a --.")
+    ] = None,
+) -> None:
+    """Run one stock SGLang worker with Baton's page store connected.
+
+    Starts it, waits until it is healthy, and stops it on Ctrl-C or SIGTERM.
+    """
+    from rich.console import Console
+
+    from mapper.sglang_plugin.worker import Worker, WorkerConfig
+
+    if tier not in ("small", "large"):
+        raise typer.BadParameter("must be small or large", param_hint="--tier")
+    console = Console(stderr=True)
+    if model_path is None:
+        from mapper.demo.models import build_large, build_small
+
+        model_path = build_small() if tier == "small" else build_large()
+        name = name or f"smollm2-135m-{tier}"
+    config = WorkerConfig(
+        model_path=model_path,
+        name=name or model_path.name,
+        port=port or {"small": 30001, "large": 30002}[tier],
+        store=store,
+        store_bytes=store_bytes,
+        dtype=dtype,
+        page_size=page_size,
+        kv_tokens=kv_tokens,
+        memory_fraction=memory_fraction,
+        threads=threads,
+        extra_flags=tuple(sglang or ()),
+    )
+    with _reported():
+        running = Worker(config, log or store.with_name(f"{store.name}-{tier}.log"))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    try:
+        with _reported(), console.status(f"{config.name}: starting") as status:
+
+            def show(line: str) -> None:
+                status.update(f"{config.name}: starting  [dim]{line[:100]}[/]")
+
+            seconds = running.wait_ready(progress=show)
+        console.print(
+            f"[green]{config.name} is ready[/] at {config.url} after {seconds:.0f} s "
+            f"(log: {running.log}). Ctrl-C stops it."
+        )
+        status_code = running.process.wait()
+        console.print(f"[red]{config.name} ended with {status_code}[/]; see {running.log}")
+        raise typer.Exit(1)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        running.stop()
+
+
+@app.command("mapper")
+def serve_mapper(
+    artifact: Annotated[
+        list[Path] | None,
+        typer.Option(help="Artifact folder made by `baton calibrate`; repeat for each direction."),
+    ] = None,
+    listen: Annotated[str, typer.Option(help="HOST:PORT or unix:///path.")] = "127.0.0.1:8401",
+    device: Annotated[str, typer.Option(help="Where maps are applied: cpu or cuda.")] = "cpu",
+    store: StoreOption = DEFAULT_STORE,
+    store_bytes: StoreBytesOption = DEFAULT_STORE_BYTES,
+) -> None:
+    """Run the mapper: converts pages between the models of this node's page store."""
+    from mapper.service.app import MapperConfig, run
+
+    with _reported():
+        run(
+            MapperConfig(
+                store=store,
+                store_bytes=store_bytes,
+                artifacts=artifact or [],
+                listen=listen,
+                device=device,
+            )
+        )
+
+
+@app.command()
+def inspect(
+    artifact: Annotated[Path, typer.Argument(help="Artifact folder.")],
+) -> None:
+    """Verify an artifact and show what it maps, how it was made, and how good it is."""
+    from mapper.artifact import describe
+
+    with _reported():
+        print(json.dumps(describe(artifact), indent=1))
+
+
+class _reported:
+    """Turns the mapper's own errors into one line on stderr and exit status 1."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, MapperError):
+            typer.echo(f"baton: {error}", err=True)
+            raise typer.Exit(1) from None
