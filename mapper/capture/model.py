@@ -1,0 +1,115 @@
+"""A model run for its cache: keys and values as cached, and the queries that will read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from mapper.errors import CalibrationError
+from mapper.rotary import Rotary
+from mapper.spec import ModelSpec, read_spec, text_config
+
+_RECORDING = "baton_recording_sdpa"
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """One document's cache. k, v [layers, tokens, kv_heads, head_dim] as cached (k rotated).
+
+    `queries` [layers, sampled, attention_heads, head_dim] are those that the model itself
+    used at `query_positions` [sampled]: rotated, with any scaling of the architecture, and
+    multiplied by the softmax scale, so that q . k is the attention logit.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    queries: torch.Tensor | None = None
+    query_positions: torch.Tensor | None = None
+
+
+class CapturedModel:
+    """A Hugging Face model folder, loaded for inference, with its spec and rotation."""
+
+    def __init__(self, folder: Path, *, spec: ModelSpec | None = None, page_size: int = 32) -> None:
+        config = text_config(folder)
+        self.spec = spec or read_spec(
+            folder, name=Path(folder).name, kv_dtype="float32", page_size=page_size
+        )
+        self.rotary = Rotary(config)
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, local_files_only=True, attn_implementation=_RECORDING
+        ).eval()
+        self.model.requires_grad_(False)
+
+    @torch.inference_mode()
+    def prefill(self, ids: torch.Tensor, query_positions: torch.Tensor | None = None) -> Prefill:
+        """Runs `ids` [tokens] from position 0 and returns its cache.
+
+        Raises:
+            CalibrationError: a key, value or query is not finite.
+        """
+        recorder = None if query_positions is None else _Recorder(query_positions)
+        cache = DynamicCache(config=self.model.config)
+        self.model.base_model(
+            input_ids=ids[None], past_key_values=cache, use_cache=True, query_recorder=recorder
+        )
+        k, v = stack_cache(cache)
+        queries = torch.stack(recorder.queries) if recorder else None
+        for name, tensor in (("keys", k), ("values", v), ("queries", queries)):
+            if tensor is not None and not torch.isfinite(tensor).all():
+                raise CalibrationError(
+                    f"{self.spec.name} gives non-finite {name}: load it in a wider dtype, "
+                    "or take the document out"
+                )
+        return Prefill(k, v, queries, query_positions)
+
+    def output_projection(self, layer: int) -> torch.Tensor:
+        """W_O of one layer, [hidden_size, attention_heads * head_dim]."""
+        return self.model.base_model.layers[layer].self_attn.o_proj.weight
+
+    def key_norm(self, layer: int) -> torch.Tensor | None:
+        """The gain [head_dim] of the layer's k_norm, or None when the model has none."""
+        norm = getattr(self.model.base_model.layers[layer].self_attn, "k_norm", None)
+        return None if norm is None else norm.weight
+
+
+def stack_cache(cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """k, v [layers, tokens, kv_heads, head_dim] of a cache that holds one sequence."""
+    k = torch.stack([layer.keys[0].transpose(0, 1) for layer in cache.layers])
+    v = torch.stack([layer.values[0].transpose(0, 1) for layer in cache.layers])
+    return k, v
+
+
+def build_cache(k: torch.Tensor, v: torch.Tensor) -> DynamicCache:
+    """The inverse of `stack_cache`: a fresh cache with copies of these keys and values."""
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(zip(k, v, strict=True)):
+        cache.update(keys.transpose(0, 1)[None].clone(), values.transpose(0, 1)[None].clone(), layer)
+    return cache
+
+
+class _Recorder:
+    """Keeps the queries of the wanted positions of every layer of one forward pass."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self.positions = positions
+        self.queries: list[torch.Tensor] = []
+
+    def record(self, query: torch.Tensor, scaling: float) -> None:
+        self.queries.append(query[0, :, self.positions].transpose(0, 1) * scaling)
+
+
+def _recording_sdpa(module, query, key, value, attention_mask, query_recorder=None, **kwargs):
+    """SDPA as Transformers does it; a recorder in the model's keyword arguments sees the queries."""
+    if query_recorder is not None:
+        query_recorder.record(query, kwargs["scaling"])
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+AttentionInterface.register(_RECORDING, _recording_sdpa)
+AttentionMaskInterface.register(_RECORDING, sdpa_mask)

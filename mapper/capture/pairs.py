@@ -1,0 +1,74 @@
+"""Paired caches of the same tokens, whichever way they were obtained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from mapper.capture.model import CapturedModel, Prefill
+from mapper.capture.texts import Document
+from mapper.moments import KINDS
+from mapper.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Both models' caches of one document, [layers, tokens, kv_heads, head_dim].
+
+    `source` and `target` hold un-rotated keys ("k") and values ("v"); `native` is the
+    target's prefill as cached, with its sampled queries.
+    """
+
+    digest: str
+    source: dict[str, torch.Tensor]
+    target: dict[str, torch.Tensor]
+    positions: torch.Tensor
+    native: Prefill
+
+    def rows(self, stride: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Every `stride`-th token of both sides, never position 0: the attention sink's cache
+        is unlike any other token's, and it is not mapped."""
+        start = int(self.digest[:8], 16) % stride
+        chosen = torch.arange(start, len(self.positions), stride)
+        chosen = chosen[self.positions[chosen] > 0]
+        return tuple({kind: side[kind][:, chosen] for kind in KINDS} for side in (self.source, self.target))
+
+
+def capture(
+    source: CapturedModel, target: CapturedModel, documents: Iterable[Document], queries: int = 0
+) -> Iterator[Pair]:
+    """Prefills each document on both models; samples `queries` of the target's queries."""
+    for document in documents:
+        sampled = query_positions(document, queries) if queries else None
+        yield pair(
+            document.digest,
+            source.prefill(document.ids),
+            target.prefill(document.ids, sampled),
+            torch.arange(len(document.ids)),
+            (source.rotary, target.rotary),
+        )
+
+
+def pair(
+    digest: str,
+    source: Prefill,
+    target: Prefill,
+    positions: torch.Tensor,
+    rotaries: tuple[Rotary, Rotary],
+) -> Pair:
+    """Undoes both rotations."""
+    return Pair(
+        digest,
+        {"k": rotaries[0].undo(source.k, positions), "v": source.v},
+        {"k": rotaries[1].undo(target.k, positions), "v": target.v},
+        positions,
+        target,
+    )
+
+
+def query_positions(document: Document, count: int) -> torch.Tensor:
+    """`count` positions at evenly spread places of the document, past its first tokens."""
+    last = len(document.ids) - 1
+    return torch.linspace(min(8, last), last, count).round().long().unique()

@@ -1,0 +1,173 @@
+"""The maps every method ends in, and their run-time application to a whole transfer at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mapper.rotary import Rotary
+
+# Tokens mapped at a time: bounds the intermediate copies to a few hundred MB for the
+# largest pairs, and is long enough that the matrix products run at full speed.
+CHUNK_TOKENS = 1024
+
+
+class LayerMap(Protocol):
+    """One target layer's keys or values from the same kind in `layers` of the source."""
+
+    layers: tuple[int, ...]
+    parameters: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [rows, kv_heads, k * head_dim] -> [rows, kv_heads, head_dim]."""
+
+    def to(self, device: str, dtype: torch.dtype) -> LayerMap: ...
+
+    def tensors(self) -> dict[str, torch.Tensor]: ...
+
+
+@dataclass(frozen=True)
+class AffineMap:
+    """y = x W + b. `weight` is [kv_heads, k * head_dim, head_dim] when each head sees only
+    itself (head-local, arXiv 2609.00891) and [1, kv_heads * k * head_dim, kv_heads * head_dim]
+    when it sees all heads (arXiv 2608.03893); `bias` [kv_heads, head_dim].
+
+    Input rows are head-major: (head, selected layer, dimension).
+    """
+
+    layers: tuple[int, ...]
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    @property
+    def head_local(self) -> bool:
+        return self.weight.shape[2] == self.bias.shape[1]
+
+    @property
+    def parameters(self) -> int:
+        return self.weight.numel() + self.bias.numel()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows, heads, _ = x.shape
+        if self.head_local:
+            y = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
+        else:
+            y = (x.reshape(rows, -1) @ self.weight[0]).view(rows, heads, -1)
+        return y.float() + self.bias
+
+    def to(self, device: str, dtype: torch.dtype) -> AffineMap:
+        # The bias stays fp32: it is added after the product, at no cost.
+        return AffineMap(self.layers, self.weight.to(device, dtype), self.bias.float().to(device))
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"weight": self.weight.float().contiguous(), "bias": self.bias.float().contiguous()}
+
+
+@dataclass(frozen=True)
+class CacheMap:
+    """A fitted map of a whole cache: a key map and a value map for each target layer.
+
+    `key_norms`, for models with a k_norm, are its gains [head_dim] a target layer: mapped
+    keys are put back on the sphere that the norm would have put them on.
+    """
+
+    k: Sequence[LayerMap]
+    v: Sequence[LayerMap]
+    key_norms: torch.Tensor | None = None
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in (*self.k, *self.v))
+
+
+class KVMap:
+    """A `CacheMap` bound to both models' rotations, ready to run."""
+
+    def __init__(
+        self,
+        maps: CacheMap,
+        source: Rotary,
+        target: Rotary,
+        *,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self._k = [layer.to(device, dtype) for layer in maps.k]
+        self._v = [layer.to(device, dtype) for layer in maps.v]
+        self._norms = None if maps.key_norms is None else maps.key_norms.float().to(device)
+        self._source, self._target = source, target
+        self._device, self._dtype = device, dtype
+
+    @torch.inference_mode()
+    def apply(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Converts all tokens of a transfer.
+
+        Args:
+            k, v: [source_layers, tokens, kv_heads, head_dim] as the source caches them.
+            positions: [tokens], absolute.
+
+        Returns:
+            k, v [target_layers, tokens, kv_heads, head_dim] as the target would cache them,
+            in the dtype of the input.
+        """
+        k, v, positions = (tensor.to(self._device) for tensor in (k, v, positions))
+        size = (len(self._k), *k.shape[1:])
+        out_k, out_v = torch.empty(size, dtype=k.dtype), torch.empty(size, dtype=v.dtype)
+        out_k, out_v = out_k.to(self._device), out_v.to(self._device)
+        for start in range(0, k.shape[1], CHUNK_TOKENS):
+            part = slice(start, start + CHUNK_TOKENS)
+            out_k[:, part], out_v[:, part] = self._chunk(k[:, part], v[:, part], positions[part])
+        return out_k, out_v
+
+    def _chunk(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor):
+        unrotated = self._source.undo(k.float(), positions)
+        keys = map_layers(self._k, unrotated.to(self._dtype))
+        values = map_layers(self._v, v.to(self._dtype))
+        if self._norms is not None:
+            keys = on_norm_sphere(keys, self._norms)
+        return self._target.apply(keys, positions), values
+
+
+class IdentityMap:
+    """The map of a model onto itself; checks a deployment's plumbing to the last bit."""
+
+    def apply(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return k.clone(), v.clone()
+
+
+def map_layers(maps: Sequence[LayerMap], features: torch.Tensor) -> torch.Tensor:
+    """[source_layers, rows, heads, head_dim] -> [target_layers, rows, heads, head_dim], fp32.
+
+    One gather and one matrix product a target layer, over all rows.
+    """
+    _, rows, heads, width = features.shape
+    features = features.permute(1, 2, 0, 3).contiguous()
+    out = torch.empty((len(maps), rows, heads, width), device=features.device)
+    for layer, layer_map in enumerate(maps):
+        out[layer] = layer_map(gather(features, layer_map.layers))
+    return out
+
+
+def gather(features: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    """[rows, heads, source_layers, head_dim] -> [rows, heads, k * head_dim] of `layers`."""
+    if len(layers) == features.shape[2]:
+        return features.flatten(2)
+    index = torch.tensor(layers, device=features.device)
+    return features.index_select(2, index).flatten(2)
+
+
+def on_norm_sphere(keys: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
+    """Keys [layers, rows, heads, head_dim] scaled so that key / gain has a mean square of 1.
+
+    A k_norm caches gain * x / rms(x): the mapped key's direction is kept, its length is known.
+    """
+    gains = gains[:, None, None]
+    mean_square = (keys / gains).square().mean(-1, keepdim=True)
+    return keys * torch.rsqrt(mean_square + 1e-12)
