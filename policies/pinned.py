@@ -1,0 +1,17 @@
+"""Every turn goes to one tier."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from policies.base import Decision, Economics, Frozen, Kv, SessionView, Tier, Turn
+
+
+class Pinned(Frozen):
+    kind: Literal["pinned"] = "pinned"
+    tier: Tier = "small"
+    fail_open: Literal["small", "large", "none"] = "large"
+    kv: Kv = "map"
+
+    def decide(self, turn: Turn, session: SessionView, economics: Economics) -> Decision:
+        return Decision(tier=self.tier, stage="pinned", reason="pinned", kv=self.kv)

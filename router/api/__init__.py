@@ -1,0 +1,1 @@
+"""The HTTP API: what OpenAI clients call, and what operators call."""

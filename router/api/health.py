@@ -1,0 +1,60 @@
+"""GET /health, /ready and /metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.gateway import Gateway
+
+
+async def health(request: Request) -> Response:
+    """The process is alive."""
+    return _json({"status": "ok"})
+
+
+async def ready(request: Request) -> Response:
+    """Whether traffic should come here, and what is missing."""
+    gateway: Gateway = request.app.state.gateway
+    tiers = {tier: bool(gateway.pool.available(tier)) for tier in gateway.pool.models}
+    store_up = await gateway.store.ping()
+    mapper = gateway.transfers.client
+    mapper_up = await mapper.healthy(1.0) if mapper is not None else None
+    missing = [f"{tier} tier" for tier, up in tiers.items() if not up]
+    missing += [] if store_up else ["session store"]
+    missing += ["mapper"] if mapper_up is False else []
+    if gateway.draining:
+        status = "draining"
+    elif not any(tiers.values()):
+        status = "unavailable"
+    else:
+        status = "degraded" if missing else "ready"
+    body: dict[str, Any] = {
+        "status": status,
+        "missing": missing,
+        "workers": {
+            worker.name: {
+                "tier": worker.tier,
+                "healthy": worker.healthy and worker.checked,
+                "breaker": worker.breaker.state,
+            }
+            for worker in gateway.pool.workers
+        },
+        "session_store": "up" if store_up else "down",
+        "mapper": {True: "up", False: "down", None: "none"}[mapper_up],
+    }
+    return _json(body, 200 if status in ("ready", "degraded") else 503)
+
+
+async def metrics(request: Request) -> Response:
+    gateway: Gateway = request.app.state.gateway
+    gateway.observe()
+    return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _json(data: object, status: int = 200) -> Response:
+    return Response(orjson.dumps(data), status, media_type="application/json")

@@ -1,0 +1,97 @@
+"""GET /openapi.json: the description of the public API."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import orjson
+from pydantic.json_schema import models_json_schema
+from starlette.requests import Request
+from starlette.responses import Response
+
+from router.api.schema import ChatRequest, CompletionRequest
+from router.workers.worker import CHAT, COMPLETIONS
+
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_HEADERS = ("x-session-id", "x-baton-tier", "x-baton-policy", "x-request-id")
+
+
+async def serve(request: Request) -> Response:
+    return Response(orjson.dumps(describe()), media_type="application/json")
+
+
+@cache
+def describe() -> dict[str, Any]:
+    _, definitions = models_json_schema(
+        [(ChatRequest, "validation"), (CompletionRequest, "validation")],
+        ref_template="#/components/schemas/{model}",
+    )
+    model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Baton gateway", "version": "1"},
+        "paths": {
+            CHAT: {"post": _post("ChatRequest", "A chat completion, streamed or whole.")},
+            COMPLETIONS: {"post": _post("CompletionRequest", "A text completion.")},
+            "/v1/models": {"get": _get("The models and aliases this key may use.")},
+            "/v1/models/{model}": {"get": {**_get("One model."), "parameters": [model]}},
+            "/health": {"get": _get("Whether the process is alive.")},
+            "/ready": {"get": _get("Whether traffic should come here.")},
+        },
+        "components": {
+            "schemas": {**definitions["$defs"], "Error": _ERROR},
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{"key": []}, {}],
+    }
+
+
+def _get(text: str) -> dict[str, Any]:
+    return {"summary": text, "responses": {"200": _content({"type": "object"}), **_errors()}}
+
+
+def _post(schema: str, text: str) -> dict[str, Any]:
+    answer = _content({"type": "object"})
+    answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    return {
+        "summary": text,
+        "parameters": [
+            {"name": name, "in": "header", "required": False, "schema": {"type": "string"}}
+            for name in _HEADERS
+        ],
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}},
+        },
+        "responses": {"200": answer, **_errors()},
+    }
+
+
+def _content(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"description": "OK", "content": {"application/json": {"schema": schema}}}
+
+
+def _errors() -> dict[str, Any]:
+    schema = {"$ref": "#/components/schemas/Error"}
+    return {
+        "default": {
+            "description": "An error in the shape of the OpenAI API.",
+            "content": {"application/json": {"schema": schema}},
+        }
+    }

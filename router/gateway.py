@@ -1,0 +1,117 @@
+"""Everything a gateway process holds, and its start and stop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from router import log
+from router.admission.gate import Gate
+from router.admission.rate import RateLimit
+from router.auth.keys import Keys
+from router.metrics import Metrics
+from router.savings.books import Books
+from router.sessions.base import Store
+from router.sessions.memory import MemoryStore
+from router.sessions.redis import RedisStore
+from router.settings import Settings, Tier, load_policy, read_secret
+from router.transfer.plan import Transfers
+from router.turns.dispatch import Dispatcher
+from router.workers.pool import Pool
+
+logger = log.get("gateway")
+_STORE_CHECK_SECONDS = 2.0
+
+
+class Gateway:
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.metrics = metrics = Metrics()
+        self.policies = {
+            name: load_policy(source) for name, source in settings.policy_sources().items()
+        }
+        auth = settings.auth
+        self.keys = Keys(auth.keys_file) if auth.keys_file else None
+        self.admin_key = read_secret(auth.admin_key_file) if auth.admin_key_file else None
+        password_file = settings.redis_password_file
+        password = read_secret(password_file) if password_file else None
+        self.store = _store(settings, password, metrics)
+        limits, timeouts = settings.limits, settings.timeouts
+        self.rate = (
+            RateLimit(
+                limits.requests_per_tenant,
+                settings.redis_url,
+                password,
+                timeouts.store_seconds,
+                metrics,
+            )
+            if limits.requests_per_tenant
+            else None
+        )
+        self.pool = Pool(settings, metrics)
+        self.gates: dict[Tier, Gate] = {
+            tier: Gate(
+                tier,
+                limits.concurrency_per_tier,
+                limits.concurrency_per_tenant,
+                limits.queue_per_tier,
+                limits.queue_seconds,
+                metrics,
+            )
+            for tier in self.pool.models
+        }
+        self.transfers = Transfers(settings, metrics)
+        self.books = Books(metrics)
+        self.dispatcher = Dispatcher(settings, self.pool, metrics)
+        # Readiness is withdrawn first; `closing` ends the requests that outlast the drain.
+        self.draining = False
+        self.closing = False
+        self.running: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        if isinstance(self.store, MemoryStore):
+            logger.warning(
+                "session_state_in_memory",
+                note="sessions are lost at a restart and not shared; set redis_url to keep them",
+            )
+        elif not await self.store.ping():
+            logger.warning(
+                "session_store_unavailable", note="turns are answered natively until then"
+            )
+        self.pool.start()
+        self._watch = asyncio.create_task(self._watch_store(), name="store-watch")
+
+    async def stop(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._watch
+        await self.pool.stop()
+        await self.transfers.close()
+        await self.store.close()
+
+    def abort_running(self) -> None:
+        """The drain's time is over: open answers end now, with an error that says so."""
+        self.closing = True
+        for task in self.running:
+            task.cancel()
+
+    def observe(self) -> None:
+        self.pool.observe()
+        for gate in self.gates.values():
+            gate.observe()
+
+    async def _watch_store(self) -> None:
+        # So that the gauge and /ready are right without traffic, and recovery is noticed.
+        while True:
+            await self.store.ping()
+            await asyncio.sleep(_STORE_CHECK_SECONDS)
+
+
+def _store(settings: Settings, password: str | None, metrics: Metrics) -> Store:
+    ttl = settings.sessions.ttl_seconds
+    if settings.redis_url.startswith("memory:"):
+        metrics.store_up.set(1)
+        return MemoryStore(ttl)
+    return RedisStore(settings.redis_url, password, ttl, settings.timeouts.store_seconds, metrics)

@@ -1,0 +1,1 @@
+"""Pure ASGI middleware: identity of a request, its log line, and its limits."""

@@ -1,0 +1,1 @@
+"""What carrying KV over saved: a prefill model per worker, and the books."""

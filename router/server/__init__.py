@@ -1,0 +1,1 @@
+"""Running the gateway: the HTTP server, its processes and its shutdown."""

@@ -1,0 +1,1 @@
+"""Session state: which model answered last and in which KV namespace each model continues."""

@@ -1,0 +1,136 @@
+"""Session state in Redis, shared by all gateway processes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import redis.asyncio as redis
+from pydantic import ValidationError
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError, WatchError
+
+from router import log
+from router.metrics import Metrics
+from router.sessions.base import VERSION, Session, StoreDown
+
+T = TypeVar("T")
+logger = log.get("sessions")
+
+# After a failure calls fail at once for this long, so that a Redis that hangs costs a
+# turn its timeout once and not on every call.
+_PAUSE_SECONDS = 1.0
+_UPDATE_ATTEMPTS = 16
+
+
+class RedisStore:
+    def __init__(
+        self, url: str, password: str | None, ttl: int, timeout: float, metrics: Metrics
+    ) -> None:
+        self._ttl = ttl
+        self._timeout = timeout
+        self._metrics = metrics
+        self._down_until = 0.0
+        self._up = True
+        self._redis = redis.Redis.from_url(
+            url,
+            password=password,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            # One more try, for a pooled connection that a restarted Redis has closed.
+            retry=Retry(NoBackoff(), 1),
+            protocol=2,
+        )
+        metrics.store_up.set(1)
+
+    async def get(self, tenant: str, id: str) -> Session | None:
+        raw = await self._call("get", self._redis.get, _session_key(tenant, id))
+        return _parse(raw)
+
+    async def find(self, tenant: str, digest: str) -> str | None:
+        raw = await self._call("find", self._redis.get, _digest_key(tenant, digest))
+        return raw.decode() if raw is not None else None
+
+    async def update(
+        self, tenant: str, id: str, change: Callable[[Session], None], digests: list[str]
+    ) -> Session:
+        return await self._call("update", self._update, tenant, id, change, digests)
+
+    async def delete(self, tenant: str, id: str) -> bool:
+        return bool(await self._call("delete", self._redis.delete, _session_key(tenant, id)))
+
+    async def ping(self) -> bool:
+        try:
+            await self._call("ping", self._redis.ping)
+        except StoreDown:
+            return False
+        return True
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    async def _update(
+        self, tenant: str, id: str, change: Callable[[Session], None], digests: list[str]
+    ) -> Session:
+        key = _session_key(tenant, id)
+        for _ in range(_UPDATE_ATTEMPTS):
+            async with self._redis.pipeline(transaction=True) as pipe:
+                await pipe.watch(key)
+                session = _parse(await pipe.get(key)) or Session(id=id)
+                change(session)
+                pipe.multi()
+                pipe.set(key, session.model_dump_json(), ex=self._ttl)
+                for digest in digests:
+                    pipe.set(_digest_key(tenant, digest), id, ex=self._ttl)
+                try:
+                    await pipe.execute()
+                except WatchError:
+                    continue
+                return session
+        raise RedisError("the session is being changed too often")
+
+    async def _call(
+        self, operation: str, call: Callable[..., Awaitable[T]], *arguments: object
+    ) -> T:
+        if time.monotonic() < self._down_until:
+            raise StoreDown(operation)
+        try:
+            result = await call(*arguments)
+        except (RedisError, OSError, TimeoutError) as error:
+            self._down_until = time.monotonic() + _PAUSE_SECONDS
+            self._metrics.store_errors.labels(operation).inc()
+            self._seen(False, type(error).__name__)
+            raise StoreDown(operation) from error
+        self._seen(True)
+        return result
+
+    def _seen(self, up: bool, error: str | None = None) -> None:
+        if up != self._up:
+            logger.warning("session_store", up=up, error=error)
+            self._up = up
+        self._metrics.store_up.set(up)
+
+
+def _session_key(tenant: str, id: str) -> str:
+    # Hashed, because both parts come from outside and may hold anything.
+    name = hashlib.sha256(f"{len(tenant)}:{tenant}{id}".encode(errors="surrogatepass"))
+    return f"baton:v{VERSION}:session:{name.hexdigest()}"
+
+
+def _digest_key(tenant: str, digest: str) -> str:
+    name = hashlib.sha256(f"{len(tenant)}:{tenant}{digest}".encode())
+    return f"baton:v{VERSION}:digest:{name.hexdigest()}"
+
+
+def _parse(raw: bytes | None) -> Session | None:
+    if raw is None:
+        return None
+    try:
+        session = Session.model_validate_json(raw)
+    except ValidationError:
+        logger.warning("session_unreadable")
+        return None
+    return session if session.version == VERSION else None

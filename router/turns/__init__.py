@@ -1,0 +1,1 @@
+"""One turn from the request to the last byte of its answer."""

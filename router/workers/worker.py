@@ -1,0 +1,101 @@
+"""One worker: its HTTP client, its health and its breaker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from router import settings as config
+from router.errors import ApiError
+from router.workers.breaker import Breaker
+
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+
+
+class Worker:
+    def __init__(self, worker: config.Worker, pool: config.Pool, timeouts: config.Timeouts) -> None:
+        self.name = worker.name
+        self.tier = worker.tier
+        self.model = worker.model
+        self.health_path = worker.health_path
+        # Until the first check has an answer the worker is believed to be up: a gateway
+        # that starts under load must not turn everything away.
+        self.healthy = True
+        self.checked = False
+        self.in_flight = 0
+        # Requests ever sent, so that whoever waits can tell whether another came in between.
+        self.started = 0
+        self.breaker = Breaker(pool.breaker_failures, pool.breaker_seconds)
+        headers = {"accept-encoding": "identity", "user-agent": "baton"}
+        if worker.api_key_file is not None:
+            headers["authorization"] = f"Bearer {config.read_secret(worker.api_key_file)}"
+        self.client = httpx.AsyncClient(
+            base_url=worker.url,
+            headers=headers,
+            # No proxies or credentials from the environment: workers are ours.
+            trust_env=False,
+            follow_redirects=False,
+            limits=httpx.Limits(
+                max_connections=pool.connections_per_worker,
+                max_keepalive_connections=pool.connections_per_worker,
+                keepalive_expiry=pool.keepalive_seconds,
+            ),
+            # How long an answer may take is decided by whoever waits for it.
+            timeout=httpx.Timeout(None, connect=timeouts.connect_seconds),
+        )
+
+    @property
+    def available(self) -> bool:
+        return self.healthy and self.breaker.allows()
+
+    async def check(self, timeout: float) -> bool:
+        try:
+            response = await self.client.get(self.health_path, timeout=timeout)
+        except httpx.HTTPError:
+            return False
+        return response.status_code == 200
+
+    async def tokenize(self, body: dict[str, Any], timeout: float) -> list[int]:
+        """Token ids of the rendered prompt, exactly as a chat completion would see them."""
+        # The fields that a chat template can see; the worker ignores what it does not know.
+        fields = (
+            "messages", "tools", "tool_choice", "reasoning_effort", "reasoning",
+            "continue_final_message", "chat_template_kwargs",
+        )  # fmt: skip
+        payload = {name: body[name] for name in fields if body.get(name) is not None}
+        payload["model"] = self.model
+        response = await self.client.post("/v1/tokenize", json=payload, timeout=timeout)
+        response.raise_for_status()
+        tokens = response.json()["tokens"]
+        if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
+            raise ValueError("the worker's token ids are not a list of integers")
+        return tokens
+
+    async def close(self) -> None:
+        await self.client.aclose()
+
+
+class UpstreamError(Exception):
+    """A worker did not answer as it should, before anything was sent to the client."""
+
+    def __init__(
+        self,
+        reason: str,
+        error: ApiError,
+        *,
+        elsewhere: bool = False,
+        again: bool = False,
+        trips: bool = False,
+    ) -> None:
+        super().__init__(reason)
+        # A code word for metrics and logs.
+        self.reason = reason
+        # What the client gets when nobody else can answer.
+        self.error = error
+        # Whether another worker may be asked, and whether this one may be asked again.
+        self.elsewhere = elsewhere or again
+        self.again = again
+        # Whether it counts against the worker.
+        self.trips = trips
