@@ -140,29 +140,22 @@ class FakeWorker:
         self.seen.append(seen)
         del self.seen[: -self.keep]
         fault = self.faults.popleft() if self.faults else self._by_chance()
-        if fault is not None and (response := await self._fault(fault, seen)) is not None:
+        if fault is not None and (response := await self._fault(request, fault, seen)) is not None:
             return response
         token_ids = tokenize(messages)
         keys = pages(token_ids[:-1])
         namespace = (body.get("model"), body.get("extra_key"), body.get("cache_salt"))
         cached = PAGE * self.store.prefix(namespace, keys)
-        self.active += 1
-        try:
-            await asyncio.sleep(self.seconds_per_token * (len(token_ids) - cached))
-        except BaseException:
-            seen.aborted = True
-            raise
-        finally:
-            self.active -= 1
+        if not await self._busy(request, seen, self.seconds_per_token * (len(token_ids) - cached)):
+            return Response(status_code=499)
         self.store.add(namespace, pages(token_ids))
         writer = Answer(body, messages, len(token_ids), cached, chat)
         if not body.get("stream"):
-            await asyncio.sleep(self.seconds_per_word * len(writer.words))
+            if not await self._busy(request, seen, self.seconds_per_word * len(writer.words)):
+                return Response(status_code=499)
             seen.finished = True
             return JSONResponse(writer.whole())
-        return StreamingResponse(
-            self._stream(writer, fault, seen), media_type="text/event-stream"
-        )
+        return StreamingResponse(self._stream(writer, fault, seen), media_type="text/event-stream")
 
     async def _stream(self, writer: Answer, fault: Fault | None, seen: Seen) -> Any:
         self.active += 1
@@ -211,7 +204,21 @@ class FakeWorker:
             ]
         )
 
-    async def _fault(self, fault: Fault, seen: Seen) -> Response | None:
+    async def _busy(self, request: Request, seen: Seen, seconds: float) -> bool:
+        """Works for so long; False when the request is aborted meanwhile."""
+        self.active += 1
+        end = time.monotonic() + seconds
+        try:
+            while (left := end - time.monotonic()) > 0:
+                if await request.is_disconnected():
+                    seen.aborted = True
+                    return False
+                await asyncio.sleep(min(left, 0.02))
+            return True
+        finally:
+            self.active -= 1
+
+    async def _fault(self, request: Request, fault: Fault, seen: Seen) -> Response | None:
         if fault.kind == "status":
             text = fault.text or "scripted failure"
             headers = {"retry-after": "7"} if fault.status == 429 else {}
@@ -238,17 +245,8 @@ class FakeWorker:
                 events = iter([_error_event(text, 503), b"data: [DONE]\n\n"])
                 return StreamingResponse(events, media_type="text/event-stream")
             return JSONResponse({"object": "error", "message": text, "code": 503}, 503)
-        if fault.kind == "hang":
-            self.active += 1
-            try:
-                await asyncio.sleep(fault.seconds)
-            except BaseException:
-                seen.aborted = True
-                raise
-            finally:
-                self.active -= 1
-        if fault.kind == "reset":
-            raise RuntimeError("the worker fails before its headers")
+        if fault.kind == "hang" and not await self._busy(request, seen, fault.seconds):
+            return Response(status_code=499)
         return None
 
 
@@ -485,6 +483,34 @@ class Threaded:
         self.listener.close()
 
 
+class RawServer:
+    """Answers every connection with the same bytes, whatever they are, and closes it."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.connections = 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            with connection:
+                request = connection.recv(65536)
+                if b"/health" in request:
+                    connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+                    continue
+                self.connections += 1
+                connection.sendall(self.answer)
+
+    def stop(self) -> None:
+        self.listener.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
@@ -500,9 +526,7 @@ def main() -> None:
         seconds_per_word=options.seconds_per_word,
         keep=10,
     )
-    uvicorn.run(
-        worker.app(), host="127.0.0.1", port=options.port, log_level="critical", ws="none"
-    )
+    uvicorn.run(worker.app(), host="127.0.0.1", port=options.port, log_level="critical", ws="none")
 
 
 if __name__ == "__main__":

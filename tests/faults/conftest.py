@@ -1,0 +1,34 @@
+"""Makes `tests` importable however pytest is started, and builds gateways to break."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+
+@pytest.fixture
+def make_stack():
+    """Builds a stack; at the end of the test nothing may be left running in its gateway."""
+    from tests.stack import Stack, eventually
+
+    made = []
+
+    def make(**options):
+        made.append(Stack(**options))
+        return made[-1]
+
+    yield make
+    try:
+        for stack in made:
+            if stack.front.thread.is_alive():
+                eventually(stack.idle)
+    finally:
+        for stack in made:
+            stack.stop()
+
+
+@pytest.fixture
+def stack(make_stack):
+    return make_stack()
