@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from importlib import metadata
 from pathlib import Path
@@ -40,7 +39,6 @@ def gguf_path() -> Path:
     raise FileNotFoundError(f"the installed {PACKAGE} has no .gguf file; reinstall it")
 
 
-@functools.cache
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -120,7 +120,6 @@ def is_whole(folder: Path) -> bool:
     """Whether every file that was built is still there with the bytes it was built with."""
     try:
         digests = json.loads((folder / MANIFEST).read_text())
-        # Not the cached digest: a file may have been damaged since this process last looked.
-        return all(file_sha256.__wrapped__(folder / name) == digest for name, digest in digests.items())
+        return all(file_sha256(folder / name) == digest for name, digest in digests.items())
     except (OSError, ValueError, AttributeError):
         return False

