@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -13,6 +13,7 @@ import uvicorn
 from fastapi import FastAPI, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from mapper.service.log import configure as configure_log
 from mapper.service.metrics import Metrics
 from mapper.service.pairs import Pairs
 from mapper.service.protocol import Pair, Reason, TransferRequest, TransferResult
@@ -31,11 +32,11 @@ class MapperConfig:
     artifacts: Sequence[Path]
     listen: str = "127.0.0.1:8401"
     device: str = "cpu"
-    threads: int | None = field(default=None)
 
 
 def create_app(config: MapperConfig) -> FastAPI:
     """The service over one store; artifacts are loaded and verified before it answers."""
+    configure_log()
     store = DirectoryStore(config.store, config.store_bytes)
     pairs = Pairs(store, config.artifacts, config.device)
     transfers = Transfers(pairs)
@@ -101,10 +102,6 @@ async def _in_turn(
 
 def run(config: MapperConfig) -> None:
     """Serves until SIGTERM."""
-    if config.threads:
-        import torch
-
-        torch.set_num_threads(config.threads)
     if config.listen.startswith("unix://"):
         where = {"uds": config.listen.removeprefix("unix://")}
     else:

@@ -48,6 +48,7 @@ class Transfers:
         self._pairs = pairs
         self._writers = ThreadPoolExecutor(writers, thread_name_prefix="page-writer")
 
+    @torch.inference_mode()
     def run(self, request: TransferRequest, deadline: float) -> TransferResult:
         """Carries out one transfer; `deadline` is a `time.monotonic()` moment.
 
