@@ -12,7 +12,7 @@ from mapper.rotary import Rotary
 
 # Tokens mapped at a time: bounds the intermediate copies to a few hundred MB for the
 # largest pairs, and is long enough that the matrix products run at full speed.
-CHUNK_TOKENS = 1024
+CHUNK_TOKENS = 512
 
 
 class LayerMap(Protocol):
@@ -22,7 +22,7 @@ class LayerMap(Protocol):
     parameters: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [rows, kv_heads, k * head_dim] -> [rows, kv_heads, head_dim]."""
+        """x [kv_heads, rows, k * head_dim] -> [kv_heads, rows, head_dim], fp32."""
 
     def to(self, device: str, dtype: torch.dtype) -> LayerMap: ...
 
@@ -51,12 +51,15 @@ class AffineMap:
         return self.weight.numel() + self.bias.numel()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows, heads, _ = x.shape
         if self.head_local:
-            y = torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
-        else:
-            y = (x.reshape(rows, -1) @ self.weight[0]).view(rows, heads, -1)
-        return y.float() + self.bias
+            return torch.bmm(x, self.weight).float() + self.bias[:, None]
+        heads, rows, columns = x.shape
+        # One product a head, summed: a slice of the features is never copied for it.
+        weight = self.weight[0].view(heads, columns, -1)
+        y = x[0] @ weight[0]
+        for head in range(1, heads):
+            y.addmm_(x[head], weight[head])
+        return y.float().view(rows, heads, -1).transpose(0, 1) + self.bias[:, None]
 
     def to(self, device: str, dtype: torch.dtype) -> AffineMap:
         # The bias stays fp32: it is added after the product, at no cost.
@@ -145,22 +148,35 @@ class IdentityMap:
 def map_layers(maps: Sequence[LayerMap], features: torch.Tensor) -> torch.Tensor:
     """[source_layers, rows, heads, head_dim] -> [target_layers, rows, heads, head_dim], fp32.
 
-    One gather and one matrix product a target layer, over all rows.
+    One matrix product a target layer (all-head: one a head), over all rows.
     """
     _, rows, heads, width = features.shape
-    features = features.permute(1, 2, 0, 3).contiguous()
+    features = by_head(features)
     out = torch.empty((len(maps), rows, heads, width), device=features.device)
     for layer, layer_map in enumerate(maps):
-        out[layer] = layer_map(gather(features, layer_map.layers))
+        out[layer] = layer_map(select(features, layer_map.layers)).transpose(0, 1)
     return out
 
 
-def gather(features: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
-    """[rows, heads, source_layers, head_dim] -> [rows, heads, k * head_dim] of `layers`."""
-    if len(layers) == features.shape[2]:
-        return features.flatten(2)
-    index = torch.tensor(layers, device=features.device)
-    return features.index_select(2, index).flatten(2)
+def by_head(features: torch.Tensor) -> torch.Tensor:
+    """[source_layers, rows, heads, head_dim] -> [heads, rows, source_layers, head_dim]."""
+    return features.permute(2, 1, 0, 3).contiguous()
+
+
+def select(features: torch.Tensor, layers: tuple[int, ...]) -> torch.Tensor:
+    """[heads, rows, source_layers, head_dim] -> [heads, rows, k * head_dim] of sorted `layers`.
+
+    The best source layers are mostly neighbours: a run of them is a view, and only several
+    runs are copied (on a CPU an index gather costs more than the product it feeds).
+    """
+    runs = []
+    for layer in layers:
+        if runs and runs[-1][1] == layer:
+            runs[-1][1] = layer + 1
+        else:
+            runs.append([layer, layer + 1])
+    parts = [features[:, :, start:stop].flatten(2) for start, stop in runs]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def on_norm_sphere(keys: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:

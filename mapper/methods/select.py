@@ -13,7 +13,7 @@ import torch
 
 from mapper.capture.model import CapturedModel
 from mapper.capture.pairs import Pair
-from mapper.methods.base import LayerMap, gather, on_norm_sphere
+from mapper.methods.base import LayerMap, by_head, on_norm_sphere, select
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,8 @@ class HeldOut:
     def __init__(self, pairs: Sequence[Pair], target: CapturedModel) -> None:
         self.pairs = list(pairs)
         self.target = target
-        # [tokens, heads, source_layers, head_dim], the layout maps gather from.
         self._features = [
-            {kind: side.permute(1, 2, 0, 3).contiguous() for kind, side in pair.source.items()}
-            for pair in self.pairs
+            {kind: by_head(side) for kind, side in pair.source.items()} for pair in self.pairs
         ]
 
     def score(
@@ -46,13 +44,14 @@ class HeldOut:
             k, v = pair.native.k[layer], pair.native.v[layer]
             mapped_k, mapped_v = k, v
             if k_map is not None:
-                mapped_k = k_map(gather(features["k"], k_map.layers))
+                mapped_k = k_map(select(features["k"], k_map.layers)).transpose(0, 1)
                 gain = self.target.key_norm(layer)
                 if gain is not None:
                     mapped_k = on_norm_sphere(mapped_k[None], gain[None])[0]
                 mapped_k = keep_sink(self.target.rotary.apply(mapped_k, pair.positions), k, pair)
             if v_map is not None:
-                mapped_v = keep_sink(v_map(gather(features["v"], v_map.layers)), v, pair)
+                mapped_v = v_map(select(features["v"], v_map.layers)).transpose(0, 1)
+                mapped_v = keep_sink(mapped_v, v, pair)
             native = attend(pair, layer, k, v) @ projection
             mapped = attend(pair, layer, mapped_k, mapped_v) @ projection
             error += float((mapped - native).square().sum())
