@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,8 @@ from router.server.serve import Server
 from router.settings import Settings
 from tests.fake_worker import FakeMapper, FakeWorker, PageStore, Threaded
 
+_LONG = "word " * 60
+_NUMBERS = itertools.count()
 QUICK = {
     "connect_seconds": 1.0,
     "first_event_seconds": 5.0,
@@ -141,3 +144,30 @@ def user(text: str = "Hello there, how are you today?") -> dict[str, str]:
 
 def events(body: bytes) -> list[bytes]:
     return [event for event in body.split(b"\n\n") if event]
+
+
+class Talk:
+    """A conversation as an application has it, over one gateway or several."""
+
+    def __init__(self, session=None, model="auto", stream=True):
+        self.headers = {"x-session-id": session} if session else {}
+        self.model = model
+        self.stream = stream
+        self.messages = []
+
+    def turn(self, stack, text=_LONG, model=None, **options):
+        # Its own words, so that no other conversation has left exact KV of them.
+        self.messages.append(user(f"{next(_NUMBERS)} {text}"))
+        client = stack.client(options.pop("key", "none"))
+        raw = client.chat.completions.with_raw_response.create(
+            model=model or self.model, messages=self.messages, stream=self.stream,
+            extra_headers=self.headers, **options,
+        )  # fmt: skip
+        answer = raw.parse()
+        if self.stream:
+            text = "".join(c.choices[0].delta.content or "" for c in answer if c.choices)
+        else:
+            text = answer.choices[0].message.content
+        assert text
+        self.messages.append({"role": "assistant", "content": text})
+        return raw.headers

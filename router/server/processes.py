@@ -56,7 +56,9 @@ def supervise(settings: Settings) -> int:
             child.terminate()
         for child in children:
             child.join()
-        return status or int(any(child.exitcode for child in children))
+        # A process that was still starting has no handler for the signal yet.
+        clean = (0, -signal.SIGTERM)
+        return status or int(any(child.exitcode not in clean for child in children))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 

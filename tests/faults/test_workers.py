@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from tests.fake_worker import Fault, RawServer
-from tests.stack import eventually, events, user
+from tests.stack import events, eventually, user
 
 BODY = {"model": "small", "messages": [user()]}
 FORCED = {"extra_headers": {"x-baton-tier": "small"}}
