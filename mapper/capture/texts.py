@@ -38,13 +38,13 @@ class Document:
 
 
 def read_documents(
-    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *, length: int, seed: int
+    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *, length: int, seed: int, split: str = "train"
 ) -> tuple[list[Document], Counter[str]]:
     """All windows of at most `length` tokens, in a random order that mixes the files.
 
-    A line of a .jsonl file is {"messages": [...]} and is rendered with the chat template; a
-    text of any other file is put into a user's message, as an app would send it. Also returns
-    how many documents were skipped, by reason.
+    A line of a .jsonl file is {"messages": [...]} and is rendered with the chat template; one
+    whose "split" is not `split` is left out. A text of any other file is put into a user's
+    message, as an app would send it. Also returns how many documents were skipped, by reason.
 
     Raises:
         CalibrationError: a file is missing or malformed, or nothing usable is left.
@@ -52,7 +52,7 @@ def read_documents(
     documents, skipped = [], Counter()
     seen = set()
     for path in paths:
-        for origin, ids in _windows(Path(path), tokenizer, length, skipped):
+        for origin, ids in _windows(Path(path), tokenizer, length, split, skipped):
             digest = hashlib.sha256(str(ids).encode()).hexdigest()[:16]
             if len(ids) < _SHORTEST_TOKENS:
                 skipped["shorter than 32 tokens"] += 1
@@ -85,7 +85,11 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, reply: b
 
 
 def _windows(
-    path: Path, tokenizer: PreTrainedTokenizerBase, length: int, skipped: Counter[str]
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    split: str,
+    skipped: Counter[str],
 ) -> Iterator[tuple[str, list[int]]]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -93,10 +97,15 @@ def _windows(
         raise CalibrationError(f"{path}: {error}") from error
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip():
-                ids = _dialogue(path, number, line, tokenizer)
-                skipped["cut at the window's end"] += len(ids) > length
-                yield _origin(line), ids[:length]
+            if not line.strip():
+                continue
+            item = _dialogue(path, number, line)
+            if item.get("split", split) != split:
+                skipped["of another split"] += 1
+                continue
+            ids = render(tokenizer, item["messages"])
+            skipped["cut at the window's end"] += len(ids) > length
+            yield _origin(line), ids[:length]
         return
     for part in _BREAK.split(text):
         if part.strip():
@@ -104,11 +113,15 @@ def _windows(
                 yield _origin(part), ids
 
 
-def _dialogue(path: Path, number: int, line: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _dialogue(path: Path, number: int, line: str) -> dict:
     try:
-        return render(tokenizer, json.loads(line)["messages"])
-    except Exception as error:  # the template raises whatever its author chose
-        raise CalibrationError(f"{path}:{number}: no dialogue: {error!r}") from error
+        item = json.loads(line)
+        if all(isinstance(message["content"], str) for message in item["messages"]):
+            return item
+        reason = "a message's content is no text"
+    except (ValueError, TypeError, KeyError) as error:
+        reason = repr(error)
+    raise CalibrationError(f"{path}:{number}: no dialogue {{'messages': [...]}}: {reason}")
 
 
 def _prose(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:
