@@ -39,7 +39,7 @@ def build() -> None:
 @app.command()
 def dialogues(
     work: Work = Path("work/dialogues"),
-    batches: Annotated[int, typer.Option(help="Batches of 192 conversations; every fifth is prose.")] = 5,
+    batches: Annotated[int, typer.Option(help="Batches of 192 conversations; every fourth is prose.")] = 4,
     seed: int = 0,
 ) -> None:
     """Let the large model write dialogues.jsonl and prose.jsonl."""

@@ -28,7 +28,7 @@ ROWS = 192
 OWN_QUESTION_SHARE = 0.4
 FACT_SHARE = 0.3
 SECOND_TURN_SHARE = 0.35
-PROSE_EVERY = 5
+PROSE_EVERY = 4
 
 
 def generate(batches: int, work: Path, seed: int = 0) -> None:

@@ -27,7 +27,7 @@ def file_rows(tokenizer: PreTrainedTokenizerBase, path: Path, length: int) -> to
 
 def _pack(tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int) -> torch.Tensor:
     """All texts one after the other, cut into rows; the incomplete last row is left out."""
-    ids = [token for row in tokenizer(texts, add_special_tokens=False).input_ids for token in row]
+    ids = [token for text in texts for token in tokenizer(text, add_special_tokens=False).input_ids]
     count = len(ids) // length
     return torch.tensor(ids[: count * length], dtype=torch.long).reshape(count, length)
 
