@@ -114,7 +114,7 @@ def run(
             LayerPlan(head_local=head_local, layers=list(layer.layers), ridge=ridge, method=method)
             for layer in maps[kind]
         ]
-    scores = [held.score(layer, *pair) for layer, pair in enumerate(zip(maps["k"], maps["v"]))]
+    scores = [held.score(layer, *pair) for layer, pair in enumerate(zip(maps["k"], maps["v"], strict=True))]
     cache_map = CacheMap(maps["k"], maps["v"], key_norms(models[1]))
     sink_tokens = first_tokens(tokenizer, text.fit)
     manifest = Manifest(

@@ -68,7 +68,7 @@ def keep_sink(mapped: torch.Tensor, native: torch.Tensor, pair: Pair) -> torch.T
 def attend(pair: Pair, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Attention outputs [sampled, attention_heads * head_dim] of the pair's sampled queries."""
     queries, at = pair.native.queries[layer], pair.native.query_positions
-    sampled, attention_heads, width = queries.shape
+    sampled, _, width = queries.shape
     grouped = queries.view(sampled, k.shape[1], -1, width)
     logits = torch.einsum("uhgd,nhd->hgun", grouped, k)
     logits.masked_fill_(pair.positions > at[:, None], float("-inf"))
