@@ -80,7 +80,7 @@ def _cors(settings: Settings) -> dict[str, object]:
         "allow_headers": ["*"],
         "expose_headers": [
             "x-request-id", "x-baton-tier", "x-baton-reason", "x-baton-kv",
-            "x-baton-kv-tokens", "x-baton-session", "retry-after",
+            "x-baton-kv-tokens", "x-baton-kv-reason", "x-baton-session", "retry-after",
         ],
     }  # fmt: skip
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
+import limits
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
@@ -49,6 +50,15 @@ def _store_url(value: Any) -> Any:
     return value
 
 
+def _rate(value: Any) -> Any:
+    try:
+        if value is not None:
+            limits.parse(value)
+    except (ValueError, TypeError):
+        raise ValueError('must be a rate such as "600/minute"') from None
+    return value
+
+
 class Worker(Section):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")
     tier: Tier
@@ -68,7 +78,7 @@ class Limits(Section):
     body_bytes: int = Field(default=8 * 1024 * 1024, ge=1024)
     header_bytes: int = Field(default=32 * 1024, ge=1024)
     # In the words of the `limits` library, such as "600/minute"; null for no limit.
-    requests_per_tenant: str | None = None
+    requests_per_tenant: Annotated[str | None, BeforeValidator(_rate)] = None
 
 
 class Timeouts(Section):
@@ -96,6 +106,8 @@ class Transfers(Section):
     # it to the mapper, and a policy's `hybrid` asks for `hybrid_tail`.
     native_tail: int | None = Field(default=None, ge=0)
     hybrid_tail: int = Field(default=256, ge=0)
+    # Fewer tokens than this are prefilled natively: an exact cache for little money.
+    min_mapped_tokens: int = Field(default=192, ge=0)
 
 
 class Retries(Section):

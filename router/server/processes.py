@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import shutil
 import signal
 import socket
 import tempfile
+import threading
 import time
 from multiprocessing.process import BaseProcess
 
@@ -65,4 +67,11 @@ def supervise(settings: Settings) -> int:
 
 def _child(settings: Settings, listener: socket.socket) -> None:
     log.configure(settings.log_level)
+    threading.Thread(target=_follow_parent, daemon=True).start()
     raise SystemExit(serve(settings, listener))
+
+
+def _follow_parent() -> None:
+    """A parent that was killed could not say goodbye: drain as if it had."""
+    multiprocessing.connection.wait([multiprocessing.parent_process().sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -22,6 +22,7 @@ class TransferRequest(BaseModel):
     token_ids: list[int]
     deadline_ms: int
     native_tail: int | None
+    min_mapped_tokens: int
     source: Namespace
     target: Namespace
 

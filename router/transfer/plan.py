@@ -113,6 +113,7 @@ class Transfers:
             token_ids=token_ids,
             deadline_ms=self._settings.deadline_ms,
             native_tail=tail,
+            min_mapped_tokens=self._settings.min_mapped_tokens,
             source=Namespace(
                 model=session.model,
                 extra_key=session.lineages.get(session.model),
@@ -131,6 +132,9 @@ class Transfers:
             pair=self._metrics.bounded_pair(answer.pair),
             epoch=epoch,
         )
+        if reason == "too_little":
+            # The answer to our own lower limit, not a failing of the mapper's.
+            return outcome.natively(reason)
         if answer.status != "applied":
             return outcome
         if answer.mapped_tokens == 0 and answer.reused_tokens == 0:

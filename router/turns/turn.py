@@ -288,6 +288,7 @@ class Turn:
             "x-baton-reason": self._decision.reason,
             "x-baton-kv": self._outcome.status,
             "x-baton-kv-tokens": str(self._outcome.tokens),
+            "x-baton-kv-reason": self._outcome.reason,
             "x-baton-session": _header(self._identity.id),
         }
 

@@ -232,6 +232,22 @@ def test_a_killed_process_is_replaced(start, worker):
         redis_server.close()
 
 
+def test_processes_do_not_outlive_a_killed_parent(start, worker):
+    redis_server = RedisServer().start()
+    try:
+        timeouts = {"drain_delay_seconds": 0.0}
+        process = start(
+            [worker.url], processes=2, redis_url=redis_server.url, timeouts=timeouts
+        ).wait_ready()
+        children = _children(process.process.pid)
+        process.process.kill()
+        eventually(
+            lambda: not any(os.path.exists(f"/proc/{child}/cmdline") for child in children), 30
+        )
+    finally:
+        redis_server.close()
+
+
 def _children(pid):
     """Gateway processes below this one; Python's own resource tracker is not one."""
     found = []
