@@ -150,6 +150,35 @@ def test_idle_gateway_stops_at_once_with_0(start, worker):
     assert process.process.wait(20) == 0
 
 
+def test_a_log_that_cannot_be_written_costs_no_request_and_no_drain(tmp_path, worker):
+    config = {
+        "port": free_port(),
+        "workers": [{"name": "w", "tier": "small", "url": worker.url, "model": "small-model"}],
+        "timeouts": {"drain_delay_seconds": 0.0},
+    }
+    path = tmp_path / "baton.yaml"
+    path.write_text(yaml.safe_dump(config))
+    url = f"http://127.0.0.1:{config['port']}"
+    # Every write to this device fails for want of space.
+    with open("/dev/full", "w") as full:
+        process = subprocess.Popen([sys.executable, "-c", SERVE, str(path)], stderr=full)
+
+    def up():
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        eventually(up, 60)
+        assert httpx.post(f"{url}/v1/chat/completions", json=BODY).content.endswith(b"[DONE]\n\n")
+        process.terminate()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_start_without_workers_is_unready_and_says_so(start):
     process = start(["http://127.0.0.1:9"])
     eventually(lambda: (process.ready() or {}).get("status") == "unavailable", 60)
