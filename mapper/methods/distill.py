@@ -1,0 +1,172 @@
+"""Distillation: a low-rank update of a fitted map that minimises the target's forward KL.
+
+The ridge map stays frozen; every map gets a rank-16 update and a free bias (after arXiv
+2609.00891's successors: ridge initialisation is essential, full weights overfit). The loss is
+KL(native || mapped) of the target's next tokens after a mapped prefix, which is what a user
+sees of a map. The update is merged at the end: no parameter is added.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mapper.capture.model import CapturedModel, build_cache
+from mapper.capture.texts import Document
+from mapper.methods.base import AffineMap, CacheMap, by_head, on_norm_sphere, select
+
+RANK = 16
+# Tokens after the hand-over that count: those further on hardly feel the prefix, and cost the same.
+WINDOW = 96
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What one document teaches: source features, and the target's last hidden states."""
+
+    ids: torch.Tensor
+    features: dict[str, torch.Tensor]
+    sink: tuple[torch.Tensor, torch.Tensor]
+    hidden: torch.Tensor
+
+
+class Adapter(nn.Module):
+    """A frozen `AffineMap` with a low-rank update, differentiable in the update and the bias."""
+
+    def __init__(self, base: AffineMap) -> None:
+        super().__init__()
+        self.base = base
+        groups, rows, columns = base.weight.shape
+        rank = min(RANK, columns)
+        self.down = nn.Parameter(torch.randn(groups, rows, rank) / rows**0.5)
+        self.up = nn.Parameter(torch.zeros(groups, rank, columns))
+        self.bias = nn.Parameter(torch.zeros_like(base.bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.base(x) + self.bias[:, None]
+        if self.base.head_local:
+            return y + x @ self.down @ self.up
+        flat = x.transpose(0, 1).flatten(1) @ self.down[0] @ self.up[0]
+        return y + flat.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
+
+    def merged(self) -> AffineMap:
+        weight = self.base.weight + (self.down @ self.up).detach()
+        return AffineMap(self.base.layers, weight, self.base.bias + self.bias.detach())
+
+
+def prepare(
+    source: CapturedModel, target: CapturedModel, documents: Sequence[Document]
+) -> list[Lesson]:
+    """Prefills each document once on both models; memory grows with the documents given."""
+    lessons = []
+    for document in documents:
+        theirs = source.prefill(document.ids)
+        positions = torch.arange(len(document.ids))
+        with torch.inference_mode():
+            hidden = target.model.base_model(input_ids=document.ids[None]).last_hidden_state[0]
+        sink = target.prefill(document.ids[:1])
+        features = {
+            "k": by_head(source.rotary.undo(theirs.k, positions)).clone(),
+            "v": by_head(theirs.v).clone(),
+        }
+        lessons.append(Lesson(document.ids, features, (sink.k.clone(), sink.v.clone()), hidden.clone()))
+    return lessons
+
+
+def distill(
+    maps: CacheMap,
+    target: CapturedModel,
+    lessons: Sequence[Lesson],
+    *,
+    steps: int,
+    batch: int,
+    rate: float,
+    seconds: float,
+    report: Callable[[int, float], None] = lambda step, loss: None,
+) -> CacheMap:
+    """Trains for `steps` batches or `seconds`, whichever ends first; returns the merged map.
+
+    `rate` is the step of the update relative to the map: the learning rate of each tensor is
+    `rate` times the RMS of what it changes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    torch.manual_seed(0)
+    adapters = {kind: nn.ModuleList(map(Adapter, getattr(maps, kind))) for kind in ("k", "v")}
+    optimiser = torch.optim.Adam(_groups(adapters, rate), betas=(0.9, 0.98))
+    deadline = time.monotonic() + seconds
+    started = time.monotonic()
+    for step in range(steps):
+        elapsed = max(step / steps, (time.monotonic() - started) / seconds)
+        if time.monotonic() > deadline:
+            break
+        _set_rate(optimiser, min(1.0, (step + 1) / 20) * max(0.02, 1 - elapsed))
+        total = 0.0
+        for _ in range(batch):
+            lesson = lessons[int(torch.randint(len(lessons), (1,), generator=generator))]
+            start = _hand_over(len(lesson.ids), generator)
+            loss = _loss(adapters, maps.key_norms, target, lesson, start) / batch
+            loss.backward()
+            total += float(loss)
+        parameters = [p for group in optimiser.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimiser.step()
+        optimiser.zero_grad()
+        report(step, total)
+    merged = {kind: [adapter.merged() for adapter in adapters[kind]] for kind in adapters}
+    return CacheMap(merged["k"], merged["v"], maps.key_norms)
+
+
+def _groups(adapters: dict[str, nn.ModuleList], rate: float) -> list[dict]:
+    groups = []
+    for modules in adapters.values():
+        for adapter in modules:
+            rms = float(adapter.base.weight.square().mean().sqrt())
+            spread = float(adapter.base.bias.square().mean().sqrt())
+            # up changes W by down @ up, whose entries are about up's: down has unit columns.
+            groups += [
+                {"params": [adapter.up], "peak": rate * rms * adapter.up.shape[1] ** -0.5 * 30},
+                {"params": [adapter.down], "peak": rate * adapter.down.shape[1] ** -0.5},
+                {"params": [adapter.bias], "peak": rate * max(spread, 1e-3)},
+            ]
+    return [{**group, "lr": group["peak"]} for group in groups]
+
+
+def _set_rate(optimiser: torch.optim.Optimizer, share: float) -> None:
+    for group in optimiser.param_groups:
+        group["lr"] = group["peak"] * share
+
+
+def _hand_over(tokens: int, generator: torch.Generator) -> int:
+    """A random place with at least 16 tokens on each side."""
+    return int(torch.randint(16, max(tokens - 16, 17), (1,), generator=generator))
+
+
+def _loss(adapters, key_norms, target: CapturedModel, lesson: Lesson, start: int) -> torch.Tensor:
+    """Mean KL(native || mapped) over the tokens after `start`, in nats."""
+    cache = [
+        torch.stack([
+            adapter(select(lesson.features[kind][:, :start], adapter.base.layers)).transpose(0, 1)
+            for adapter in adapters[kind]
+        ])
+        for kind in ("k", "v")
+    ]
+    if key_norms is not None:
+        cache[0] = on_norm_sphere(cache[0], key_norms)
+    cache[0] = target.rotary.apply(cache[0], torch.arange(start))
+    k, v = (
+        torch.cat((own, mapped[:, 1:]), dim=1)
+        for own, mapped in zip(lesson.sink, cache, strict=True)
+    )
+    stop = min(len(lesson.ids), start + WINDOW)
+    model = target.model
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = model.base_model(
+            input_ids=lesson.ids[None, start:stop], past_key_values=build_cache(k, v)
+        ).last_hidden_state[0]
+        native = model.lm_head(lesson.hidden[start:stop]).float().log_softmax(-1)
+        mapped = model.lm_head(hidden).float().log_softmax(-1)
+    return (native.exp() * (native - mapped)).sum(-1).mean()
