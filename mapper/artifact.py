@@ -45,7 +45,6 @@ class LayerPlan(BaseModel):
     head_local: bool
     layers: list[int]
     ridge: float | None = None
-    method: str
 
 
 class CalibrationRecord(BaseModel):
@@ -225,7 +224,10 @@ def describe(path: Path) -> dict[str, Any]:
     manifest = Artifact.load(path).manifest
     summary = manifest.model_dump(mode="json", exclude={"k", "v"})
     summary["layers"] = {
-        kind: [f"{plan.method}:{','.join(map(str, plan.layers))}" for plan in getattr(manifest, kind)]
+        kind: [
+            f"{'head-local' if plan.head_local else 'all-head'} {','.join(map(str, plan.layers))}"
+            for plan in getattr(manifest, kind)
+        ]
         for kind in ("k", "v")
     }
     return summary

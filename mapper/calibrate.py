@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import resource
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,20 +17,26 @@ from transformers import AutoTokenizer
 
 from mapper.artifact import Artifact, CalibrationRecord, LayerPlan, Manifest, check_pair
 from mapper.capture.model import CapturedModel
-from mapper.capture.pairs import capture
+from mapper.capture.pairs import StoredPair, capture
 from mapper.capture.texts import Document, first_tokens, read_documents
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.methods.base import CacheMap
+from mapper.methods.choose import choose
+from mapper.methods.distill import distill, evaluate, prepare
 from mapper.methods.ridge import fit_layer, rank_layers, require_rows
 from mapper.methods.select import HeldOut
-from mapper.moments import Moments, PairShape
+from mapper.moments import KINDS, Moments, PairShape
 from mapper.spec import ModelSpec
 
-Method = Literal["identity", "all-head", "head-local"]
+Method = Literal["auto", "all-head", "head-local", "identity"]
 
 # Held-out documents stay in memory: enough to tell variants apart, a bounded few hundred MB.
-HELD_OUT_TOKENS = 6144
-HELD_OUT_QUERIES = 32
+HELD_OUT_TOKENS = 4096
+HELD_OUT_QUERIES = 24
+# Documents that distillation rehearses are kept in memory as well.
+LESSON_TOKENS = 32_768
+# `auto` spends at most this share of the arithmetic of prefilling the same tokens on mapping.
+BUDGET_SHARE = 0.125
 _CHECKPOINT_SECONDS = 60
 _SEED = 0
 
@@ -52,15 +58,18 @@ def run(
     texts: Sequence[Path],
     out: Path,
     *,
-    method: Method = "head-local",
+    method: Method = "auto",
     k: int = 6,
     ridge: float = 1e-4,
+    distill_seconds: float = 0,
     tokens: int = 60_000,
     length: int = 1024,
     stride: int = 1,
     held_out: float = 0.1,
-    native_tail: int = 32,
-    page_size: int = 32,
+    native_tail: int = 64,
+    merge: Sequence[Path] = (),
+    stored: Iterable[StoredPair] = (),
+    page_size: int = 16,
     kv_dtype: str = "float32",
 ) -> Path:
     """Fits a map from `source`'s cache to `target`'s and writes it to the folder `out`.
@@ -68,15 +77,21 @@ def run(
     Args:
         source, target: Hugging Face model folders with the same tokenizer and chat template.
         texts: .jsonl files of {"messages": [...]} and plain text files.
-        out: the artifact's folder; `out` + ".moments" keeps the pass's checkpoint.
-        method: how to fit; "identity" only for a model onto itself.
-        k: source layers a target layer's map reads.
+        out: the artifact's folder; `out` + ".moments" is the checkpoint of the pass, and stays
+            there to be merged elsewhere.
+        method: how to fit. "auto" chooses k and all-head or head-local for each layer by
+            held-out attention outputs; "identity" is for a model onto itself only.
+        k: source layers a target layer's map reads ("all-head" and "head-local").
         ridge: penalty, relative to the inputs' mean variance.
+        distill_seconds: time to spend on a low-rank update that lowers the target's KL; it is
+            kept only if it does so on held-out documents.
         tokens: how many tokens of text to use at most.
         length: tokens of a window.
         stride: use every n-th token's row.
         held_out: share of the documents kept for choosing, never fitted.
         native_tail: tokens at the end that the target shall prefill itself.
+        merge: moments of other processes or machines, of other documents of the same pair.
+        stored: paired caches of live workers, added to the moments.
         page_size, kv_dtype: of the workers' caches.
 
     Raises:
@@ -93,37 +108,44 @@ def run(
     text = _read_text(texts, tokenizer, tokens, length, held_out)
 
     shape = PairShape(specs[0].layers, specs[1].layers, specs[0].kv_heads, specs[0].head_dim)
-    per_output = shape.head_dim if method == "head-local" else shape.layer_width
-    require_rows(sum(len(document.ids) for document in text.fit) // stride, k * per_output)
+    others = [Moments.load(path) for path in merge]
+    if method != "auto":
+        rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)
+        require_rows(rows, k * (shape.head_dim if method == "head-local" else shape.layer_width))
     console.print(
         f"moments: {shape.bytes / 2**20:,.0f} MiB in memory, the same again on disk; "
         f"{len(text.fit)} documents to fit, {len(text.held_out)} held out"
     )
     moments = accumulate(models, text.fit, shape, checkpoint_path(out), stride)
+    for part in others:
+        moments.merge(part)
+    for one in stored:
+        paired = one.pair((models[0].rotary, models[1].rotary))
+        moments.add(paired.digest, *paired.rows(stride), tokens=len(paired.positions))
     held = HeldOut(list(capture(*models, text.held_out, HELD_OUT_QUERIES)), models[1])
 
-    head_local = method == "head-local"
-    ranked = rank_layers(moments, head_local=head_local)
-    maps, plans = {}, {}
-    for kind in ("k", "v"):
-        maps[kind] = [
-            fit_layer(moments, kind, layers[:k], layer, head_local=head_local, ridge=ridge)
-            for layer, layers in enumerate(ranked)
-        ]
-        plans[kind] = [
-            LayerPlan(head_local=head_local, layers=list(layer.layers), ridge=ridge, method=method)
-            for layer in maps[kind]
-        ]
-    scores = [held.score(layer, *pair) for layer, pair in enumerate(zip(maps["k"], maps["v"], strict=True))]
-    cache_map = CacheMap(maps["k"], maps["v"], key_norms(models[1]))
+    maps = _fit(method, moments, held, models[1], k=k, ridge=ridge)
+    maps = CacheMap(maps.k, maps.v, key_norms(models[1]))
+    selection = {}
+    if distill_seconds:
+        maps, selection["distilled"] = _distill(maps, models, text, distill_seconds)
+    scores = [held.score(layer, *pair) for layer, pair in enumerate(zip(maps.k, maps.v, strict=True))]
+    selection["attention_output_error"] = [score.error for score in scores]
+    selection["attention_output_cosine"] = [score.cosine for score in scores]
+
     sink_tokens = first_tokens(tokenizer, text.fit)
     manifest = Manifest(
         source=specs[0],
         target=specs[1],
-        method=method,
-        k=plans["k"],
-        v=plans["v"],
-        parameters=cache_map.parameters,
+        method=method + ("+distilled" if selection.get("distilled", {}).get("kept") else ""),
+        **{
+            kind: [
+                LayerPlan(head_local=one.head_local, layers=list(one.layers), ridge=ridge)
+                for one in getattr(maps, kind)
+            ]
+            for kind in KINDS
+        },
+        parameters=maps.parameters,
         native_tail=native_tail,
         sink_token_ids=sink_tokens,
         calibration=CalibrationRecord(
@@ -136,14 +158,54 @@ def run(
             seconds=round(time.monotonic() - started, 1),
             peak_memory_bytes=peak_memory(),
         ),
-        selection={
-            "attention_output_error": [score.error for score in scores],
-            "attention_output_cosine": [score.cosine for score in scores],
-        },
+        selection=selection,
     )
-    Artifact(manifest, cache_map, sink_table(models[1], sink_tokens)).save(out)
-    checkpoint_path(out).unlink(missing_ok=True)
+    Artifact(manifest, maps, sink_table(models[1], sink_tokens)).save(out)
     return Path(out)
+
+
+def _fit(method: Method, moments, held: HeldOut, target: CapturedModel, *, k: int, ridge: float) -> CacheMap:
+    layers = range(moments.shape.target_layers)
+    if method == "auto":
+        with progress() as bar:
+            task = bar.add_task("layers", total=2 * len(layers))
+            return choose(
+                moments,
+                held,
+                budget=round(BUDGET_SHARE * target.layer_parameters()),
+                ridge=ridge,
+                report=lambda: bar.advance(task),
+            )
+    head_local = method == "head-local"
+    ranked = rank_layers(moments, head_local=head_local)
+    return CacheMap(
+        *(
+            [
+                fit_layer(moments, kind, ranked[layer][:k], layer, head_local=head_local, ridge=ridge)
+                for layer in layers
+            ]
+            for kind in KINDS
+        )
+    )
+
+
+def _distill(
+    maps: CacheMap, models: Sequence[CapturedModel], text: _Text, seconds: float
+) -> tuple[CacheMap, dict]:
+    """The distilled map if it lowers the KL of held-out documents, else the map as it was."""
+    lessons = prepare(*models, _first_tokens(text.fit, LESSON_TOKENS))
+    exam = prepare(*models, text.held_out)
+    before = evaluate(maps, models[1], exam)
+    with progress() as bar:
+        task = bar.add_task("distilling (s)", total=round(seconds))
+        updated, steps = distill(
+            maps, models[1], lessons, seconds=seconds, report=lambda at: bar.update(task, completed=at)
+        )
+    after = evaluate(updated, models[1], exam)
+    kept = after < before
+    record = {"steps": steps, "held_out_kl_before": before, "held_out_kl_after": after, "kept": kept}
+    console.print(f"held-out KL {before:.4f} -> {after:.4f} nats after {steps} steps")
+    return (updated if kept else maps), record
 
 
 def accumulate(

@@ -72,6 +72,10 @@ class CapturedModel:
         """W_O of one layer, [hidden_size, attention_heads * head_dim]."""
         return self.model.base_model.layers[layer].self_attn.o_proj.weight
 
+    def layer_parameters(self) -> int:
+        """Weights of all decoder layers: half the arithmetic of prefilling one token."""
+        return sum(weight.numel() for weight in self.model.base_model.layers.parameters())
+
     def key_norm(self, layer: int) -> torch.Tensor | None:
         """The gain [head_dim] of the layer's k_norm, or None when the model has none."""
         norm = getattr(self.model.base_model.layers[layer].self_attn, "k_norm", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -34,6 +35,24 @@ class Pair:
         chosen = torch.arange(start, len(self.positions), stride)
         chosen = chosen[self.positions[chosen] > 0]
         return tuple({kind: side[kind][:, chosen] for kind in KINDS} for side in (self.source, self.target))
+
+
+@dataclass(frozen=True)
+class StoredPair:
+    """Pages of both workers that hold the same tokens in the same context: exact on both sides.
+
+    k, v as cached, [layers, tokens, kv_heads, head_dim]; `positions` and `token_ids` [tokens].
+    """
+
+    source: tuple[torch.Tensor, torch.Tensor]
+    target: tuple[torch.Tensor, torch.Tensor]
+    positions: torch.Tensor
+    token_ids: torch.Tensor
+
+    def pair(self, rotaries: tuple[Rotary, Rotary]) -> Pair:
+        k = self.source[0].contiguous().view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(k).hexdigest()[:16]
+        return pair(digest, Prefill(*self.source), Prefill(*self.target), self.positions, rotaries)
 
 
 def capture(

@@ -22,6 +22,11 @@ from mapper.methods.base import AffineMap, CacheMap, by_head, on_norm_sphere, se
 RANK = 16
 # Tokens after the hand-over that count: those further on hardly feel the prefix, and cost the same.
 WINDOW = 96
+BATCH = 2
+WARM_UP = 20
+# Step of the optimiser relative to the size of what it changes.
+RATE = 1e-2
+UP_GAIN = 8.0
 
 
 @dataclass(frozen=True)
@@ -82,62 +87,58 @@ def distill(
     target: CapturedModel,
     lessons: Sequence[Lesson],
     *,
-    steps: int,
-    batch: int,
-    rate: float,
     seconds: float,
-    report: Callable[[int, float], None] = lambda step, loss: None,
-) -> CacheMap:
-    """Trains for `steps` batches or `seconds`, whichever ends first; returns the merged map.
-
-    `rate` is the step of the update relative to the map: the learning rate of each tensor is
-    `rate` times the RMS of what it changes.
-    """
+    report: Callable[[float], None] = lambda elapsed: None,
+) -> tuple[CacheMap, int]:
+    """Trains for `seconds`; returns the merged map and the steps taken."""
     generator = torch.Generator().manual_seed(0)
     torch.manual_seed(0)
     adapters = {kind: nn.ModuleList(map(Adapter, getattr(maps, kind))) for kind in ("k", "v")}
-    optimiser = torch.optim.Adam(_groups(adapters, rate), betas=(0.9, 0.98))
-    deadline = time.monotonic() + seconds
-    started = time.monotonic()
-    for step in range(steps):
-        elapsed = max(step / steps, (time.monotonic() - started) / seconds)
-        if time.monotonic() > deadline:
-            break
-        _set_rate(optimiser, min(1.0, (step + 1) / 20) * max(0.02, 1 - elapsed))
-        total = 0.0
-        for _ in range(batch):
+    optimiser = torch.optim.Adam(_groups(adapters), betas=(0.9, 0.98))
+    parameters = [p for group in optimiser.param_groups for p in group["params"]]
+    started, step = time.monotonic(), 0
+    while (elapsed := time.monotonic() - started) < seconds:
+        warm_up = min(1.0, (step + 1) / WARM_UP)
+        for group in optimiser.param_groups:
+            group["lr"] = group["peak"] * warm_up * (1 - elapsed / seconds)
+        for _ in range(BATCH):
             lesson = lessons[int(torch.randint(len(lessons), (1,), generator=generator))]
             start = _hand_over(len(lesson.ids), generator)
-            loss = _loss(adapters, maps.key_norms, target, lesson, start) / batch
-            loss.backward()
-            total += float(loss)
-        parameters = [p for group in optimiser.param_groups for p in group["params"]]
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = _loss(adapters, maps.key_norms, target, lesson, start)
+            (loss / BATCH).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
         optimiser.zero_grad()
-        report(step, total)
-    merged = {kind: [adapter.merged() for adapter in adapters[kind]] for kind in adapters}
-    return CacheMap(merged["k"], merged["v"], maps.key_norms)
+        step += 1
+        report(elapsed)
+    merged = ([adapter.merged() for adapter in adapters[kind]] for kind in ("k", "v"))
+    return CacheMap(*merged, maps.key_norms), step
 
 
-def _groups(adapters: dict[str, nn.ModuleList], rate: float) -> list[dict]:
+@torch.inference_mode()
+def evaluate(maps: CacheMap, target: CapturedModel, lessons: Sequence[Lesson]) -> float:
+    """Mean KL in nats per token after hand-overs in the middle of each document."""
+    adapters = {kind: list(map(Adapter, getattr(maps, kind))) for kind in ("k", "v")}
+    losses = [
+        _loss(adapters, maps.key_norms, target, lesson, len(lesson.ids) // 2) for lesson in lessons
+    ]
+    return float(torch.stack(losses).mean())
+
+
+def _groups(adapters: dict[str, nn.ModuleList]) -> list[dict]:
+    """Parameter groups whose Adam steps are alike relative to the map they change."""
     groups = []
     for modules in adapters.values():
         for adapter in modules:
             rms = float(adapter.base.weight.square().mean().sqrt())
             spread = float(adapter.base.bias.square().mean().sqrt())
-            # up changes W by down @ up, whose entries are about up's: down has unit columns.
             groups += [
-                {"params": [adapter.up], "peak": rate * rms * adapter.up.shape[1] ** -0.5 * 30},
-                {"params": [adapter.down], "peak": rate * adapter.down.shape[1] ** -0.5},
-                {"params": [adapter.bias], "peak": rate * max(spread, 1e-3)},
+                {"params": [adapter.up], "peak": RATE * rms * UP_GAIN},
+                {"params": [adapter.down], "peak": RATE * adapter.down.shape[1] ** -0.5},
+                {"params": [adapter.bias], "peak": RATE * max(spread, 1e-3)},
             ]
-    return [{**group, "lr": group["peak"]} for group in groups]
-
-
-def _set_rate(optimiser: torch.optim.Optimizer, share: float) -> None:
-    for group in optimiser.param_groups:
-        group["lr"] = group["peak"] * share
+    return [{**group, "lr": 0.0} for group in groups]
 
 
 def _hand_over(tokens: int, generator: torch.Generator) -> int:
@@ -163,10 +164,9 @@ def _loss(adapters, key_norms, target: CapturedModel, lesson: Lesson, start: int
     )
     stop = min(len(lesson.ids), start + WINDOW)
     model = target.model
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden = model.base_model(
-            input_ids=lesson.ids[None, start:stop], past_key_values=build_cache(k, v)
-        ).last_hidden_state[0]
-        native = model.lm_head(lesson.hidden[start:stop]).float().log_softmax(-1)
-        mapped = model.lm_head(hidden).float().log_softmax(-1)
+    hidden = model.base_model(
+        input_ids=lesson.ids[None, start:stop], past_key_values=build_cache(k, v)
+    ).last_hidden_state[0]
+    native = model.lm_head(lesson.hidden[start:stop]).float().log_softmax(-1)
+    mapped = model.lm_head(hidden).float().log_softmax(-1)
     return (native.exp() * (native - mapped)).sum(-1).mean()

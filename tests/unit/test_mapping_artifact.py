@@ -58,7 +58,7 @@ def artifact() -> Artifact:
     maps = CacheMap([layer(True) for _ in range(3)], [layer(False) for _ in range(3)])
     plans = {
         kind: [
-            LayerPlan(head_local=one.head_local, layers=list(one.layers), method="ridge")
+            LayerPlan(head_local=one.head_local, layers=list(one.layers))
             for one in getattr(maps, kind)
         ]
         for kind in ("k", "v")
