@@ -1,13 +1,12 @@
 """A scripted stand-in for an SGLang worker and for the mapper, for faults and load.
 
 It tokenizes by words, keeps a prefix cache per (model, extra_key, cache_salt) in pages, takes
-time for uncached tokens, and misbehaves on demand. Runs in a thread of a test, or by itself:
-`python -m tests.fake_worker --port 9001 --model large-model --tier large`.
+time for uncached tokens, and misbehaves on demand. Runs in threads of a test, or as the fleet
+of a load test.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
 import json
@@ -100,6 +99,8 @@ class FakeWorker:
     faults: deque[Fault] = field(default_factory=deque)
     seen: list[Seen] = field(default_factory=list)
     keep: int = 2000
+    # What went wrong by request id, so that a load test can explain what its clients saw.
+    faulted: dict[str, list[str]] = field(default_factory=dict)
     active: int = 0
     healthy: bool = True
     # Exactly these bytes as a stream, cut into these pieces.
@@ -140,6 +141,8 @@ class FakeWorker:
         self.seen.append(seen)
         del self.seen[: -self.keep]
         fault = self.faults.popleft() if self.faults else self._by_chance()
+        if fault is not None:
+            self.faulted.setdefault(seen.headers.get("x-request-id", ""), []).append(fault.kind)
         if fault is not None and (response := await self._fault(request, fault, seen)) is not None:
             return response
         token_ids = tokenize(messages)
@@ -374,6 +377,8 @@ class Answer:
 
 
 def _example(schema: dict[str, Any]) -> Any:
+    if "enum" in schema:
+        return schema["enum"][0]
     kind = schema.get("type")
     if kind == "object":
         return {name: _example(item) for name, item in schema.get("properties", {}).items()}
@@ -509,25 +514,3 @@ class RawServer:
 
     def stop(self) -> None:
         self.listener.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--fault-rate", type=float, default=0.0)
-    parser.add_argument("--seconds-per-token", type=float, default=0.0002)
-    parser.add_argument("--seconds-per-word", type=float, default=0.01)
-    options = parser.parse_args()
-    worker = FakeWorker(
-        model=options.model,
-        fault_rate=options.fault_rate,
-        seconds_per_token=options.seconds_per_token,
-        seconds_per_word=options.seconds_per_word,
-        keep=10,
-    )
-    uvicorn.run(worker.app(), host="127.0.0.1", port=options.port, log_level="critical", ws="none")
-
-
-if __name__ == "__main__":
-    main()

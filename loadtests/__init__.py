@@ -1,0 +1,1 @@
+"""Load tests: bounded, on loopback, each with a report."""
