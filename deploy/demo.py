@@ -37,7 +37,7 @@ class Answer:
 
     tier: str
     kv: str
-    reason: str
+    kv_reason: str
     ttft_ms: float
     prompt_tokens: int
     cached_tokens: int
@@ -88,7 +88,7 @@ def _ask(client: OpenAI, messages: list[dict[str, Any]], headers: dict[str, str]
     return Answer(
         tier=told["x-baton-tier"],
         kv=told["x-baton-kv"],
-        reason=told["x-baton-reason"],
+        kv_reason=told["x-baton-kv-reason"],
         ttft_ms=ttft * 1000,
         prompt_tokens=usage.prompt_tokens,
         cached_tokens=(details.cached_tokens or 0) if details else 0,
@@ -111,9 +111,10 @@ def report(stack: LocalStack, handed_over: list[Answer], native: list[Answer]) -
                 "tier": ours.tier,
                 "direction": direction,
                 "kv": ours.kv,
+                "kv_reason": ours.kv_reason,
                 "prompt_tokens": ours.prompt_tokens,
                 "cached_tokens": ours.cached_tokens,
-                "mapped_tokens": mapped.get(direction, 0) if direction else 0,
+                "mapped_tokens": mapped.get(direction, 0),
                 "ttft_ms": round(ours.ttft_ms, 1),
                 "ttft_ms_native": round(theirs.ttft_ms, 1),
                 "saved_ms": round(theirs.ttft_ms - ours.ttft_ms, 1),
@@ -152,7 +153,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         table.add_row(
             str(turn["turn"]),
             turn["tier"] + arrow,
-            turn["kv"],
+            turn["kv"] if turn["kv"] == "applied" else f"{turn['kv']} ({turn['kv_reason']})",
             str(turn["prompt_tokens"]),
             str(turn["cached_tokens"]),
             str(turn["mapped_tokens"] or ""),

@@ -39,18 +39,26 @@ def content_key(*inputs: str) -> str:
     return digest.hexdigest()[:12]
 
 
+def cached_models() -> dict[str, Path]:
+    """Where the demo models are, or will be once built."""
+    gguf = file_sha256(gguf_source.gguf_path())
+    recipe = update.Recipe.read()
+    small = content_key("small", gguf, str(recipe.layers_removed), str(recipe.update_sha256))
+    names = {"large": f"large-{content_key('large', gguf)}", "small": f"small-{small}"}
+    return {tier: cache_folder() / name for tier, name in names.items()}
+
+
 def build_large() -> Path:
     """The folder of SmolLM2-135M-Instruct (30 layers), built from the packaged GGUF when the cache lacks it."""
     source = gguf_source.gguf_path()
-    return _cached(f"large-{content_key('large', file_sha256(source))}", lambda folder: _write_large(source, folder))
+    return _cached(cached_models()["large"], lambda folder: _write_large(source, folder))
 
 
 def build_small() -> Path:
     """The folder of the small model: the large one without the recipe's layers, healed by the committed update."""
     source = gguf_source.gguf_path()
     recipe = update.Recipe.read()
-    key = content_key("small", file_sha256(source), str(recipe.layers_removed), str(recipe.update_sha256))
-    return _cached(f"small-{key}", lambda folder: _write_small(source, recipe, folder))
+    return _cached(cached_models()["small"], lambda folder: _write_small(source, recipe, folder))
 
 
 def demo_models() -> dict[str, Path]:
@@ -87,11 +95,10 @@ def _write_model(folder: Path, config: LlamaConfig, weights: dict) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _cached(name: str, write: Callable[[Path], None]) -> Path:
-    """The folder `name` in the cache; written by one builder at a time and only ever seen complete."""
-    root = cache_folder()
+def _cached(folder: Path, write: Callable[[Path], None]) -> Path:
+    """`folder`; written by one builder at a time and only ever seen complete."""
+    root, name = folder.parent, folder.name
     root.mkdir(parents=True, exist_ok=True)
-    folder = root / name
     with FileLock(root / f"{name}.lock"):
         if is_whole(folder):
             return folder

@@ -19,6 +19,7 @@ class Reason(StrEnum):
     EXACT = "exact"
     DEADLINE = "deadline"
     TOO_SHORT = "too_short"
+    TOO_LITTLE = "too_little"
     NO_SOURCE_PAGES = "no_source_pages"
     NO_SINK = "no_sink"
     STORE_FULL = "store_full"
@@ -41,12 +42,17 @@ class Cache(_Wire):
 
 
 class TransferRequest(_Wire):
-    """`native_tail`: tokens the target prefills itself; None leaves it to the artifact."""
+    """`native_tail`: tokens the target prefills itself; None leaves it to the artifact.
+
+    With fewer than `min_mapped_tokens` to map, and none mapped earlier, nothing is done: a
+    native prefill of so little is soon over, and leaves an exact cache.
+    """
 
     session: str = Field(max_length=512)
     token_ids: list[Annotated[int, Field(ge=0, le=0xFFFFFFFF)]] = Field(max_length=MAX_TOKENS)
     deadline_ms: int = Field(gt=0, le=600_000)
     native_tail: int | None = Field(default=None, ge=0)
+    min_mapped_tokens: int = Field(default=0, ge=0)
     source: Cache
     target: Cache
 

@@ -85,10 +85,13 @@ class Transfers:
             reason = Reason.TOO_SHORT if too_short else Reason.NO_SOURCE_PAGES
             return answer("fallback_reprefill", reason)
 
+        size = job.page_size
+        if not plan.reuse and len(plan.mapped) * size < request.min_mapped_tokens:
+            return answer("fallback_reprefill", Reason.TOO_LITTLE)
+
         pages, mapped, stopped = job.carry_out(plan, deadline, self._writers)
         if not pages:
             return answer("fallback_reprefill", stopped or Reason.ERROR)
-        size = job.page_size
         reused = sum(index < pages for index in plan.reuse)
         return answer(
             "applied",
