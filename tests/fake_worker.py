@@ -18,6 +18,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+import orjson
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -33,7 +34,7 @@ def tokenize(messages: list[dict[str, Any]]) -> list[int]:
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
-            content = " ".join(part.get("text", "") for part in content)
+            content = " ".join((part.get("text") or "") for part in content)
         words += [f"<{message['role']}>", *(content or "").split()]
         for call in message.get("tool_calls") or []:
             words += [call["function"]["name"], call["function"]["arguments"]]
@@ -125,13 +126,13 @@ class FakeWorker:
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 8192})
 
     async def completions(self, request: Request) -> Response:
-        body = await request.json()
+        body = orjson.loads(await request.body())
         prompt = body["prompt"]
         text = prompt if isinstance(prompt, str) else "ids"
         return await self._answer(request, body, [{"role": "user", "content": text}], chat=False)
 
     async def chat(self, request: Request) -> Response:
-        body = await request.json()
+        body = orjson.loads(await request.body())
         return await self._answer(request, body, body["messages"], chat=True)
 
     async def _answer(
@@ -145,14 +146,18 @@ class FakeWorker:
             self.faulted.setdefault(seen.headers.get("x-request-id", ""), []).append(fault.kind)
         if fault is not None and (response := await self._fault(request, fault, seen)) is not None:
             return response
-        token_ids = tokenize(messages)
+        try:
+            token_ids = tokenize(messages)
+            writer = Answer(body, messages, len(token_ids), chat)
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            # As a real worker does with what it cannot make sense of.
+            return JSONResponse({"object": "error", "message": repr(error), "code": 400}, 400)
         keys = pages(token_ids[:-1])
         namespace = (body.get("model"), body.get("extra_key"), body.get("cache_salt"))
-        cached = PAGE * self.store.prefix(namespace, keys)
+        writer.cached = cached = PAGE * self.store.prefix(namespace, keys)
         if not await self._busy(request, seen, self.seconds_per_token * (len(token_ids) - cached)):
             return Response(status_code=499)
         self.store.add(namespace, pages(token_ids))
-        writer = Answer(body, messages, len(token_ids), cached, chat)
         if not body.get("stream"):
             if not await self._busy(request, seen, self.seconds_per_word * len(writer.words)):
                 return Response(status_code=499)
@@ -261,17 +266,15 @@ def _error_event(message: str, code: int) -> bytes:
 class Answer:
     """What the model says: an echo, a tool call, or an object of the schema asked for."""
 
-    def __init__(
-        self, body: dict, messages: list[dict], prompt_tokens: int, cached: int, chat: bool
-    ) -> None:
+    def __init__(self, body: dict, messages: list[dict], prompt_tokens: int, chat: bool) -> None:
         self.body = body
         self.chat = chat
         self.prompt_tokens = prompt_tokens
-        self.cached = cached
+        self.cached = 0
         self.id = f"chatcmpl-{time.time_ns():x}"
         last = messages[-1].get("content") or ""
         if isinstance(last, list):
-            last = "".join(part.get("text", "") for part in last)
+            last = "".join((part.get("text") or "") for part in last)
         text = f"Turn {len(messages)}: you said — „{last[:200]}“ ✓"
         response_format = body.get("response_format") or {}
         if response_format.get("type") == "json_schema":

@@ -11,6 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.schema import ChatRequest, CompletionRequest
+from router.sessions.identity import MAX_ID
 from router.workers.worker import CHAT, COMPLETIONS
 
 _ERROR = {
@@ -29,7 +30,12 @@ _ERROR = {
         }
     },
 }
-_HEADERS = ("x-session-id", "x-baton-tier", "x-baton-policy", "x-request-id")
+_HEADERS: dict[str, dict[str, Any]] = {
+    "x-session-id": {"type": "string", "maxLength": MAX_ID},
+    "x-baton-tier": {"type": "string", "enum": ["small", "large"]},
+    "x-baton-policy": {"type": "string"},
+    "x-request-id": {"type": "string", "maxLength": 128},
+}
 
 
 async def serve(request: Request) -> Response:
@@ -66,18 +72,18 @@ def _get(text: str) -> dict[str, Any]:
     return {"summary": text, "responses": {"200": _content({"type": "object"}), **_errors()}}
 
 
-def _post(schema: str, text: str) -> dict[str, Any]:
+def _post(body: str, text: str) -> dict[str, Any]:
     answer = _content({"type": "object"})
     answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "summary": text,
         "parameters": [
-            {"name": name, "in": "header", "required": False, "schema": {"type": "string"}}
-            for name in _HEADERS
+            {"name": name, "in": "header", "required": False, "schema": schema}
+            for name, schema in _HEADERS.items()
         ],
         "requestBody": {
             "required": True,
-            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}},
+            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{body}"}}},
         },
         "responses": {"200": answer, **_errors()},
     }
