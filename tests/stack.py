@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class Stack:
         self.server = Server(self.settings)
         self.gateway = self.server.config.app.state.gateway
         self.front = Threaded(None, server=self.server).start()
+        self._standing = self.tasks()
 
     @property
     def url(self) -> str:
@@ -100,19 +102,20 @@ class Stack:
             if sample.name == name and labels.items() <= sample.labels.items()
         )
 
-    def tasks(self) -> set[str]:
-        """Names of what runs on the gateway's loop apart from its standing tasks."""
-        loop = self.server._loop
-        future = asyncio.run_coroutine_threadsafe(_tasks(), loop)
+    def tasks(self) -> Counter[str]:
+        """What runs on the gateway's loop, by name."""
+        future = asyncio.run_coroutine_threadsafe(_tasks(), self.server._loop)
         return future.result(5)
 
     def idle(self) -> bool:
+        """Nothing is left of any request: no task, no place in a queue, no work at a worker."""
         workers = [*self.small, *self.large]
         return (
             not any(worker.in_flight for worker in self.gateway.pool.workers)
             and not any(worker.active for worker in workers)
             and not self.gateway.running
             and not any(gate.in_flight or gate.queued for gate in self.gateway.gates.values())
+            and not self.tasks() - self._standing
         )
 
     def stop(self) -> None:
@@ -124,8 +127,8 @@ class Stack:
             server.stop()
 
 
-async def _tasks() -> set[str]:
-    return {task.get_coro().__qualname__ for task in asyncio.all_tasks()}
+async def _tasks() -> Counter[str]:
+    return Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())
 
 
 def eventually(check: Callable[[], Any], seconds: float = 10.0) -> Any:

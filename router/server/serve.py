@@ -15,8 +15,9 @@ import uvicorn
 
 from router import log
 from router.app import create_app
+from router.auth import keys
 from router.server.protocol import protocol
-from router.settings import Settings
+from router.settings import ConfigError, Settings
 
 logger = log.get("server")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -96,6 +97,12 @@ class Server(uvicorn.Server):
 def run(settings: Settings) -> int:
     """Serves until SIGTERM or SIGINT; the result is the exit status."""
     log.configure(settings.log_level)
+    if settings.auth.keys_file is not None:
+        try:
+            keys.read(settings.auth.keys_file)
+        except ConfigError as error:
+            logger.error("bad_configuration", error=str(error))
+            return 2
     if settings.processes > 1:
         from router.server.processes import supervise
 

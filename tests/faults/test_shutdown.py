@@ -210,6 +210,15 @@ def test_bad_config_does_not_start(start, worker, settings, words):
     assert all(word in text for word in words)
 
 
+@pytest.mark.parametrize("content", [None, "keys: [", "keys: [{tenant: x}]"])
+def test_a_bad_key_file_does_not_start(start, worker, tmp_path, content):
+    if content is not None:
+        (tmp_path / "keys.yaml").write_text(content)
+    process = start([worker.url], auth={"keys_file": "keys.yaml"})
+    assert process.process.wait(60) == 2
+    eventually(lambda: "keys.yaml" in "".join(process.log))
+
+
 def test_a_port_in_use_does_not_start(start, worker):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         process = start([worker.url], port=taken.getsockname()[1])
