@@ -1,4 +1,4 @@
-"""The mapper's commands: worker, mapper, inspect. Imports of torch and SGLang wait until a command runs."""
+"""The mapper's commands. Imports of torch and SGLang wait until a command runs."""
 
 from __future__ import annotations
 
@@ -141,6 +141,62 @@ def inspect(
 
     with _reported():
         print(json.dumps(describe(artifact), indent=1))
+
+
+@app.command()
+def calibrate(
+    source: Annotated[Path, typer.Argument(help="Model folder whose cache is there.")],
+    target: Annotated[Path, typer.Argument(help="Model folder whose cache is wanted.")],
+    out: Annotated[Path, typer.Argument(help="Artifact folder to write.")],
+    text: Annotated[
+        list[Path],
+        typer.Option(help="Text to calibrate on: .jsonl of {messages: [...]} or plain; repeatable."),
+    ],
+    method: Annotated[
+        str,
+        typer.Option(help="auto chooses for each layer; all-head is the paper's; also head-local."),
+    ] = "auto",
+    k: Annotated[int, typer.Option(help="Source layers a map reads (all-head, head-local).")] = 6,
+    ridge: Annotated[float, typer.Option(help="Penalty, relative to the inputs' variance.")] = 1e-4,
+    tokens: Annotated[int, typer.Option(help="Tokens of text to use at most.")] = 60_000,
+    distill_seconds: Annotated[
+        float, typer.Option(help="Time for a low-rank update; kept only if it helps.")
+    ] = 0,
+    merge: Annotated[
+        list[Path] | None,
+        typer.Option(help="OUT.moments of another process or machine, of other text; repeatable."),
+    ] = None,
+    native_tail: Annotated[
+        int, typer.Option(help="Last tokens of a prompt that the target always prefills.")
+    ] = 64,
+    page_size: Annotated[int, typer.Option(help="Of the workers.")] = 16,
+    kv_dtype: Annotated[str, typer.Option(help="Of the workers' KV cache.")] = "float32",
+) -> None:
+    """Fit a map from one model's KV cache to another's, in one pass over some text.
+
+    Interrupted, it continues where it was when started again with the same arguments. The
+    other direction is a calibration of its own.
+    """
+    from mapper.calibrate import run
+
+    with _reported():
+        folder = run(
+            source, target, text, out,
+            method=method, k=k, ridge=ridge, tokens=tokens, distill_seconds=distill_seconds,
+            merge=merge or (), native_tail=native_tail, page_size=page_size, kv_dtype=kv_dtype,
+        )  # fmt: skip
+    typer.echo(f"{folder}: `baton inspect` shows it, `baton mapper --artifact` serves it")
+
+
+@app.command("plan")
+def show_plan(
+    pair: Annotated[str, typer.Argument(help="A preset; an unknown name lists them.")],
+) -> None:
+    """Sizes of a published pair's map, and of ours, before anything is downloaded."""
+    from mapper.plan import run
+
+    with _reported():
+        print(json.dumps(run(pair), indent=1))
 
 
 class _reported:

@@ -166,6 +166,8 @@ def markdown(card: dict) -> str:
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
+SOURCE_NAMES = {"dialogues": "dialogues", "prose": "prose by the large model", "file": "textbook prose"}
+
 HOW_MADE = """\
 1. `python -m mapper.demo dialogues`: the large model answers questions made from topics and templates and questions
    that it sampled itself; a third of the conversations go on for a second turn. It also goes on with openings of prose.
@@ -267,15 +269,22 @@ def _order(row: dict[str, float]) -> str:
 
 def _training(training: dict) -> str:
     settings = training["settings"]
-    sources = "; ".join(
-        f"{name} {source['tokens']:,} tokens, share {source['share']:.2f}" for name, source in training["sources"].items()
-    )
-    return (
+    lines = [
         f"The committed update: {training['steps']:,} steps of {settings['rows']} x {settings['length']} tokens = "
-        f"{training['tokens']:,} tokens in {training['seconds'] / 60:.0f} minutes on two shared CPU cores "
-        f"({training['tokens_a_second']:.0f} tokens/s, bf16). Texts: {sources}. Rank {settings['rank']}, learning rate "
-        f"{settings['learning_rate']:g} with {settings['warmup']} warm-up steps and a cosine to a tenth."
-    )
+        f"{training['tokens']:,} tokens in {training['seconds'] / 60:.0f} minutes on two CPU cores shared with other "
+        f"work ({training['tokens_a_second']:.0f} tokens/s, bf16). Rank {settings['rank']}, learning rate "
+        f"{settings['learning_rate']:g} with {settings['warmup']} warm-up steps and a cosine to a tenth. "
+        "It was stopped and resumed; the texts of each stage, as tokens held and share of the rows drawn:",
+        "",
+    ]
+    for stage in (*training["earlier_stages"], training):
+        texts = "; ".join(
+            f"{SOURCE_NAMES[name]} {source['tokens']:,} ({source['share']:.2f})"
+            for name, source in stage["sources"].items()
+            if source["tokens"]
+        )
+        lines.append(f"- to step {stage['steps']:,}: {texts}")
+    return "\n".join(lines)
 
 
 def _table(head: tuple[str, ...], rows: list[tuple]) -> str:

@@ -74,7 +74,8 @@ class Trainer:
         for name, value in self.parameters.items():
             self.average[name].lerp_(value.detach(), share)
 
-    def summary(self, sources: dict[str, tuple[torch.Tensor, float]]) -> dict:
+    def summary(self, sources: dict[str, tuple[torch.Tensor, float]], earlier: list[dict]) -> dict:
+        """The figures of the run so far; `earlier` are those of its stages with other settings or texts."""
         tokens = self.step * self.training.rows * self.training.length
         return {
             "settings": asdict(self.training),
@@ -85,6 +86,7 @@ class Trainer:
             "sources": {
                 name: {"tokens": rows.numel(), "share": round(share, 3)} for name, (rows, share) in sources.items()
             },
+            "earlier_stages": earlier,
         }
 
     def save(self, path: Path) -> None:
@@ -122,8 +124,12 @@ def distill(training: Training, work: Path, prose: Path | None, save_every: int 
     student = Student(teacher, recipe.kept(len(teacher.model.layers)), training.rank, training.seed)
     trainer = Trainer(student, training)
     checkpoint = work / "checkpoint.safetensors"
+    summary_file = work / "training.json"
+    earlier: list[dict] = []
     if checkpoint.exists():
         trainer.load(checkpoint)
+        before = json.loads(summary_file.read_text())
+        earlier = [*before.pop("earlier_stages"), before]
     sources = training_sources(tokenizer, training, prose)
     counts = torch.bincount(torch.cat([rows.flatten() for rows, _ in sources.values()]), minlength=len(tokenizer))
     candidates = Candidates(counts, training.frequent_tokens, training.sampled_tokens, training.seed + trainer.step)
@@ -144,7 +150,7 @@ def distill(training: Training, work: Path, prose: Path | None, save_every: int 
             if trainer.step % save_every == 0 or trainer.step == training.steps:
                 trainer.save(checkpoint)
                 save_update(trainer.average, recipe.layers_removed, work / "update.safetensors")
-                (work / "training.json").write_text(json.dumps(trainer.summary(sources), indent=2) + "\n")
+                summary_file.write_text(json.dumps(trainer.summary(sources, earlier), indent=2) + "\n")
                 bar.console.print(f"step {trainer.step}: KL {smooth:.4f}, {trainer.seconds:.0f} s of training")
     return work / "update.safetensors"
 

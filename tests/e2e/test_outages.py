@@ -1,0 +1,52 @@
+"""Each real part gone in the middle of a session: the turn is answered, and the reason is told."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.e2e.talk import Conversation, metric
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def talk(real_stack, document, request):
+    talk = Conversation(real_stack, f"{request.node.name}. {document[:2500]}")
+    talk.turn("When was the line opened?", "small")
+    return talk
+
+
+def test_without_the_mapper_a_switch_is_native(real_stack, talk):
+    real_stack.stop_part("mapper")
+    try:
+        reply = talk.turn("Which engine was first?", "large")
+    finally:
+        real_stack.start_mapper()
+    assert reply.text
+    assert (reply.headers["x-baton-kv"], reply.headers["x-baton-kv-reason"]) == (
+        "native",
+        "mapper_unreachable",
+    )
+    assert reply.cached_tokens == 0
+    assert metric(real_stack, "gateway", "baton_kv_transfer_total", reason="mapper_unreachable") >= 1
+
+
+def test_without_redis_turns_are_answered(real_stack, talk):
+    real_stack.stop_part("redis")
+    try:
+        reply = talk.turn("Which engine was first?", "large")
+    finally:
+        real_stack.start_redis()
+    assert reply.text and reply.headers["x-baton-kv"] == "native"
+    assert reply.headers["x-baton-kv-reason"] == "session_store_down"
+
+
+def test_a_worker_that_restarts_with_an_empty_pool_restores_from_the_store(real_stack, talk):
+    applied = talk.turn("Which engine was first?", "large")
+    assert applied.headers["x-baton-kv"] == "applied"
+    real_stack.stop_part("large")
+    real_stack.start_worker("large").wait_ready()
+    reply = talk.turn("Who drove it?", "large", **{"x-baton-tier": "large"})
+    assert reply.text
+    assert reply.headers["x-baton-kv"] == "continued"
+    assert reply.cached_tokens >= applied.cached_tokens
