@@ -239,8 +239,8 @@ def settle(run: Run, pid: int, before: int, seconds: float = 20.0) -> dict[str, 
             "at_workers": httpx.get(f"{run.control}/active").json(),
             "descriptors_more_than_before": descriptors(pid) - before,
         }
-        # A few more stay: pools keep a connection to each worker for the health checks.
-        settled = not any(list(left.values())[:4]) and left["descriptors_more_than_before"] <= 12
+        descriptors_back = left["descriptors_more_than_before"] <= report.DESCRIPTORS
+        settled = not any(list(left.values())[:4]) and descriptors_back
         if settled or time.monotonic() > deadline:
             return left
         time.sleep(0.5)

@@ -24,6 +24,7 @@ logger = log.get("sessions")
 # turn its timeout once and not on every call.
 _PAUSE_SECONDS = 1.0
 _UPDATE_ATTEMPTS = 16
+_CONNECTIONS = 32
 
 
 class RedisStore:
@@ -35,8 +36,11 @@ class RedisStore:
         self._metrics = metrics
         self._down_until = 0.0
         self._up = True
-        self._redis = redis.Redis.from_url(
+        pool = redis.BlockingConnectionPool.from_url(
             url,
+            # A burst waits for a connection rather than opening one for each of its turns.
+            max_connections=_CONNECTIONS,
+            timeout=timeout,
             password=password,
             socket_timeout=timeout,
             socket_connect_timeout=timeout,
@@ -44,6 +48,7 @@ class RedisStore:
             retry=Retry(NoBackoff(), 1),
             protocol=2,
         )
+        self._redis = redis.Redis.from_pool(pool)
         metrics.store_up.set(1)
 
     async def get(self, tenant: str, id: str) -> Session | None:
