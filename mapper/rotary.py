@@ -96,11 +96,8 @@ class Rotary:
 def _rotate(k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     half = cos.shape[-1]
     first, second = k[..., :half].float(), k[..., half : 2 * half].float()
-    out = torch.empty(k.shape, dtype=torch.float32, device=k.device)
-    torch.addcmul(first * cos, second, sin, value=-1, out=out[..., :half])
-    torch.addcmul(second * cos, first, sin, out=out[..., half : 2 * half])
-    out[..., 2 * half :] = k[..., 2 * half :]
-    return out.to(k.dtype)
+    turned = (first * cos - second * sin, second * cos + first * sin, k[..., 2 * half :].float())
+    return torch.cat(turned, dim=-1).to(k.dtype)
 
 
 def _modeling_module(config: PretrainedConfig) -> ModuleType:
