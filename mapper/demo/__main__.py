@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated
 
 import typer
 
@@ -20,10 +20,15 @@ app = typer.Typer(
     ),
 )
 
-Work = Annotated[Path, typer.Option(help="Folder for unfinished work; give the same one again to go on.")]
+Work = Annotated[
+    Path, typer.Option(help="Folder for unfinished work; give the same one again to go on.")
+]
 Prose = Annotated[
-    Optional[Path],
-    typer.Option(help="A plain-text file of prose to use as well; without it, prose by the large model alone.", exists=True),
+    Path | None,
+    typer.Option(
+        help="A plain-text file of prose to use as well; without it, prose by the large model alone.",
+        exists=True,
+    ),
 ]
 
 
@@ -39,7 +44,9 @@ def build() -> None:
 @app.command()
 def dialogues(
     work: Work = Path("work/dialogues"),
-    batches: Annotated[int, typer.Option(help="Batches of 192 conversations; every fourth is prose.")] = 4,
+    batches: Annotated[
+        int, typer.Option(help="Batches of 192 conversations; every fourth is prose.")
+    ] = 4,
     seed: int = 0,
 ) -> None:
     """Let the large model write dialogues.jsonl and prose.jsonl."""
@@ -52,7 +59,9 @@ def dialogues(
 def prune(
     count: Annotated[int, typer.Option(help="How many of the 30 layers to remove.")] = 9,
     prose: Prose = None,
-    rows: Annotated[int, typer.Option(help="Rows of dialogue, and of prose, that the loss is measured on.")] = 3,
+    rows: Annotated[
+        int, typer.Option(help="Rows of dialogue, and of prose, that the loss is measured on.")
+    ] = 3,
     seed: int = 0,
 ) -> None:
     """Choose the layers to remove and write them into the recipe (which then has no update until `distill` ends)."""
@@ -66,17 +75,27 @@ def prune(
 def distill(
     work: Work = Path("work/distill"),
     prose: Prose = None,
-    steps: Annotated[int, typer.Option(help="Training steps in all, those already done included.")] = 1000,
+    steps: Annotated[
+        int, typer.Option(help="Training steps in all, those already done included.")
+    ] = 1000,
     rank: Annotated[int, typer.Option(help="Rank of the update of each linear layer.")] = 24,
     learning_rate: float = 2e-3,
-    prose_share: Annotated[float, typer.Option(help="Share of training rows that are prose.")] = 0.6,
+    prose_share: Annotated[
+        float, typer.Option(help="Share of training rows that are prose.")
+    ] = 0.6,
     seed: int = 0,
 ) -> None:
     """Heal the pruned model by distillation, then `publish` the update."""
     from .distill import Training
     from .distill import distill as heal
 
-    heal(Training(steps=steps, rank=rank, learning_rate=learning_rate, prose_share=prose_share, seed=seed), work, prose)
+    heal(
+        Training(
+            steps=steps, rank=rank, learning_rate=learning_rate, prose_share=prose_share, seed=seed
+        ),
+        work,
+        prose,
+    )
     publish(work)
 
 
@@ -96,19 +115,27 @@ def publish(work: Work = Path("work/distill")) -> None:
 @app.command()
 def card(
     data: Annotated[
-        Optional[Path],
-        typer.Option(help="Folder with hellaswag.jsonl, arc_easy.jsonl and piqa.jsonl; without it, no task table.", exists=True),
+        Path | None,
+        typer.Option(
+            help="Folder with hellaswag.jsonl, arc_easy.jsonl and piqa.jsonl; without it, no task table.",
+            exists=True,
+        ),
     ] = None,
     prose: Annotated[
-        Optional[Path], typer.Option(help="Held-out prose by people, never trained on.", exists=True)
+        Path | None,
+        typer.Option(help="Held-out prose by people, never trained on.", exists=True),
     ] = None,
-    measure: Annotated[bool, typer.Option(help="Measure again; otherwise write SMALL_MODEL.md from small_card.json.")] = True,
+    work: Work = Path("work/card"),
+    measure: Annotated[
+        bool,
+        typer.Option(help="Measure again; otherwise write SMALL_MODEL.md from small_card.json."),
+    ] = True,
 ) -> None:
     """Measure both models and write small_card.json and SMALL_MODEL.md."""
     from . import card as cards
 
     if measure:
-        cards.measure(cards.Inputs(data, prose))
+        cards.measure(cards.Inputs(data, prose), work)
     cards.write_markdown()
 
 

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import torch
 from rich.progress import track
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from . import prompts
 from .models import build_large
@@ -38,7 +43,9 @@ def generate(batches: int, work: Path, seed: int = 0) -> None:
     if missing:
         folder = build_large()
         # bf16 samples a third faster; the text only has to be the large model's in kind
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, attn_implementation=GROUPED_ATTENTION).eval()
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, attn_implementation=GROUPED_ATTENTION
+        ).eval()
         tokenizer = AutoTokenizer.from_pretrained(folder)
         for index in track(missing, description="sampling"):
             rows = _sample_batch(model, tokenizer, index, seed)
@@ -55,7 +62,11 @@ def collect(files: list[Path], dialogues: Path = DIALOGUES_FILE, prose: Path = P
     for file in files:
         for row in map(json.loads, file.read_text().splitlines()):
             first = row["messages"][0]["content"] if "messages" in row else row["text"][:80]
-            texts = [message["content"] for message in row["messages"]] if "messages" in row else [row["text"]]
+            texts = (
+                [message["content"] for message in row["messages"]]
+                if "messages" in row
+                else [row["text"]]
+            )
             if _plain(first) in seen or not all(map(is_sound, texts)):
                 continue
             seen.add(_plain(first))
@@ -76,7 +87,11 @@ def load_dialogues(split: str, path: Path = DIALOGUES_FILE) -> list[list[dict[st
 
 
 def load_prose(split: str, path: Path = PROSE_FILE) -> list[str]:
-    return [row["text"] for row in map(json.loads, path.read_text().splitlines()) if row["split"] == split]
+    return [
+        row["text"]
+        for row in map(json.loads, path.read_text().splitlines())
+        if row["split"] == split
+    ]
 
 
 def is_sound(text: str) -> bool:
@@ -95,7 +110,9 @@ def _plain(text: str) -> str:
     return re.sub(r"\W+", " ", text.lower()).strip()
 
 
-def _sample_batch(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, index: int, seed: int) -> list[dict]:
+def _sample_batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, index: int, seed: int
+) -> list[dict]:
     chooser = random.Random(f"{seed}-{index}")
     generator = torch.Generator().manual_seed(seed * 100_003 + index)
     if index % PROSE_EVERY == PROSE_EVERY - 1:
@@ -104,8 +121,13 @@ def _sample_batch(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, in
 
 
 def _prose(model, tokenizer, chooser: random.Random, generator: torch.Generator) -> list[dict]:
-    chosen = [(chooser.choice(prompts.topics()), chooser.choice(prompts.PROSE_OPENINGS)) for _ in range(ROWS)]
-    openings = [opening.format(topic)[:1].upper() + opening.format(topic)[1:] for topic, opening in chosen]
+    chosen = [
+        (chooser.choice(prompts.topics()), chooser.choice(prompts.PROSE_OPENINGS))
+        for _ in range(ROWS)
+    ]
+    openings = [
+        opening.format(topic)[:1].upper() + opening.format(topic)[1:] for topic, opening in chosen
+    ]
     rows = []
     for (topic, _), opening, (text, _) in zip(
         chosen, openings, sample(model, tokenizer, openings, PROSE, generator), strict=True
@@ -144,7 +166,9 @@ def _template_question(chooser: random.Random) -> tuple[str, str]:
     return chooser.choice(prompts.TEMPLATES).format(topic, other=other), _split(topic)
 
 
-def _own_questions(model, tokenizer, count: int, generator: torch.Generator) -> list[tuple[str, bool]]:
+def _own_questions(
+    model, tokenizer, count: int, generator: torch.Generator
+) -> list[tuple[str, bool]]:
     """What the model itself expects a user to write: it continues a conversation that has only its system prompt."""
     rendered = tokenizer.apply_chat_template([_user("\n")], tokenize=False)
     opening = rendered[: rendered.rindex("user\n") + len("user\n")]
@@ -152,9 +176,14 @@ def _own_questions(model, tokenizer, count: int, generator: torch.Generator) -> 
 
 
 def _answered(model, tokenizer, rows: list[dict], generator: torch.Generator) -> list[dict]:
-    texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True) for row in rows]
+    texts = [
+        tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
+        for row in rows
+    ]
     complete = []
-    for row, (answer, ended) in zip(rows, sample(model, tokenizer, texts, ANSWER, generator), strict=True):
+    for row, (answer, ended) in zip(
+        rows, sample(model, tokenizer, texts, ANSWER, generator), strict=True
+    ):
         text = answer if ended else _whole_sentences(answer)
         if text:
             row["messages"].append({"role": "assistant", "content": text})

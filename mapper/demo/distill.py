@@ -56,7 +56,11 @@ class Trainer:
         self.training = training
         self.parameters = student.parameters()
         self.optimizer = torch.optim.AdamW(
-            self.parameters.values(), lr=training.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, foreach=True
+            self.parameters.values(),
+            lr=training.learning_rate,
+            betas=(0.9, 0.98),
+            weight_decay=0.0,
+            foreach=True,
         )
         self.average = {name: value.detach().clone() for name, value in self.parameters.items()}
         self.step = 0
@@ -84,7 +88,8 @@ class Trainer:
             "seconds": round(self.seconds),
             "tokens_a_second": round(tokens / self.seconds, 1),
             "sources": {
-                name: {"tokens": rows.numel(), "share": round(share, 3)} for name, (rows, share) in sources.items()
+                name: {"tokens": rows.numel(), "share": round(share, 3)}
+                for name, (rows, share) in sources.items()
             },
             "earlier_stages": earlier,
         }
@@ -131,12 +136,20 @@ def distill(training: Training, work: Path, prose: Path | None, save_every: int 
         before = json.loads(summary_file.read_text())
         earlier = [*before.pop("earlier_stages"), before]
     sources = training_sources(tokenizer, training, prose)
-    counts = torch.bincount(torch.cat([rows.flatten() for rows, _ in sources.values()]), minlength=len(tokenizer))
-    candidates = Candidates(counts, training.frequent_tokens, training.sampled_tokens, training.seed + trainer.step)
+    counts = torch.bincount(
+        torch.cat([rows.flatten() for rows, _ in sources.values()]), minlength=len(tokenizer)
+    )
+    candidates = Candidates(
+        counts, training.frequent_tokens, training.sampled_tokens, training.seed + trainer.step
+    )
     batches = iter(texts.Mixture(sources, training.rows, training.seed))
     for _ in range(trainer.step):
         next(batches)
-    columns = (*Progress.get_default_columns(), MofNCompleteColumn(), TextColumn("{task.fields[loss]}"))
+    columns = (
+        *Progress.get_default_columns(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+    )
     with Progress(*columns) as bar:
         task = bar.add_task("healing", total=training.steps, completed=trainer.step, loss="")
         smooth = None
@@ -150,15 +163,23 @@ def distill(training: Training, work: Path, prose: Path | None, save_every: int 
             if trainer.step % save_every == 0 or trainer.step == training.steps:
                 trainer.save(checkpoint)
                 save_update(trainer.average, recipe.layers_removed, work / "update.safetensors")
-                summary_file.write_text(json.dumps(trainer.summary(sources, earlier), indent=2) + "\n")
-                bar.console.print(f"step {trainer.step}: KL {smooth:.4f}, {trainer.seconds:.0f} s of training")
+                summary_file.write_text(
+                    json.dumps(trainer.summary(sources, earlier), indent=2) + "\n"
+                )
+                bar.console.print(
+                    f"step {trainer.step}: KL {smooth:.4f}, {trainer.seconds:.0f} s of training"
+                )
     return work / "update.safetensors"
 
 
-def training_sources(tokenizer, training: Training, prose: Path | None) -> dict[str, tuple[torch.Tensor, float]]:
+def training_sources(
+    tokenizer, training: Training, prose: Path | None
+) -> dict[str, tuple[torch.Tensor, float]]:
     """Dialogues and prose in the shares of `training`; prose from a file, where given, and from the large model."""
     length = training.length
-    sources = {"dialogues": (texts.dialogue_rows(tokenizer, "train", length), 1 - training.prose_share)}
+    sources = {
+        "dialogues": (texts.dialogue_rows(tokenizer, "train", length), 1 - training.prose_share)
+    }
     own = texts.prose_rows(tokenizer, "train", length)
     if prose is None:
         return sources | {"prose": (own, training.prose_share)}

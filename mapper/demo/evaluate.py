@@ -66,7 +66,9 @@ def perplexity(model: LlamaForCausalLM, examples: list[Scored], what: str) -> fl
 
 
 def dialogue_examples(
-    tokenizer: PreTrainedTokenizerBase, dialogues: list[list[dict[str, str]]], roles: tuple[str, ...]
+    tokenizer: PreTrainedTokenizerBase,
+    dialogues: list[list[dict[str, str]]],
+    roles: tuple[str, ...],
 ) -> list[Scored]:
     """Whole conversations of which the messages of `roles` count, each with its end mark."""
     examples = []
@@ -76,12 +78,17 @@ def dialogue_examples(
         spans, start = [], 0
         for message in messages:
             # past the mark itself, so that the text of one message is not found inside an earlier one
-            start = rendered.index(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>", start)
+            start = rendered.index(
+                f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>", start
+            )
             start += len(f"<|im_start|>{message['role']}\n")
             end = start + len(message["content"]) + len("<|im_end|>")
             if message["role"] in roles:
                 spans.append((start, end))
-        counts = [any(low <= left and right <= high for low, high in spans) for left, right in encoded.offset_mapping]
+        counts = [
+            any(low <= left and right <= high for low, high in spans)
+            for left, right in encoded.offset_mapping
+        ]
         examples.append(Scored(encoded.input_ids, counts))
     return examples
 
@@ -112,7 +119,10 @@ def _question(task: str, row: dict) -> Question:
 
 
 def accuracy(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, questions: list[Question], what: str
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: list[Question],
+    what: str,
 ) -> float:
     """The share of questions whose right choice has the highest log-likelihood a character."""
     examples = []
@@ -134,7 +144,12 @@ def chance(questions: list[Question]) -> float:
 
 
 @torch.no_grad()
-def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase, prompt: str, max_new_tokens: int = 96) -> str:
+def answer(
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int = 96,
+) -> str:
     """The greedy answer; one that reaches the token limit ends in a mark that says so."""
     messages = [{"role": "user", "content": prompt}]
     encoded = tokenizer.apply_chat_template(

@@ -9,7 +9,9 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 
-def run_layers(model: LlamaForCausalLM, hidden: torch.Tensor, layers: Iterable[nn.Module]) -> torch.Tensor:
+def run_layers(
+    model: LlamaForCausalLM, hidden: torch.Tensor, layers: Iterable[nn.Module]
+) -> torch.Tensor:
     """The hidden states after `layers`, for whole sequences that start at position 0."""
     positions = torch.arange(hidden.shape[1])[None]
     rotary = model.model.rotary_emb(hidden, positions)

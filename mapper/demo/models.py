@@ -82,7 +82,9 @@ def _write_small(source: Path, recipe: update.Recipe, folder: Path) -> None:
     if recipe.update_sha256:
         weights = update.merge(weights, update.load_update(recipe))
     else:
-        console.print("[yellow]the recipe names no update: this small model is pruned but not healed[/]")
+        console.print(
+            "[yellow]the recipe names no update: this small model is pruned but not healed[/]"
+        )
     config.num_hidden_layers = len(kept)
     _write_model(folder, config, weights)
 
@@ -90,7 +92,9 @@ def _write_small(source: Path, recipe: update.Recipe, folder: Path) -> None:
 def _write_model(folder: Path, config: LlamaConfig, weights: dict) -> None:
     config.save_pretrained(folder)
     GenerationConfig(
-        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
     ).save_pretrained(folder)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 

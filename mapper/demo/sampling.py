@@ -5,8 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -32,7 +37,9 @@ def sample(
     generator: torch.Generator,
 ) -> list[tuple[str, bool]]:
     """For each rendered text its continuation, and whether the model ended it itself (rather than the token limit)."""
-    encoded = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
+    encoded = tokenizer(
+        texts, return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False
+    )
     tokens, mask = encoded.input_ids, encoded.attention_mask
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     cache = DynamicCache(config=model.config)
@@ -41,7 +48,11 @@ def sample(
     ended = [False] * len(texts)
     for _ in range(how.max_new_tokens):
         hidden = model.model(
-            input_ids=tokens, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            input_ids=tokens,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state
         tokens = _draw(model.lm_head(hidden[:, -1]).float(), how, generator)
         for row, token in zip(rows.tolist(), tokens[:, 0].tolist(), strict=True):
@@ -56,17 +67,26 @@ def sample(
             break
         if (~going).float().mean() > how.compact_at:
             cache.batch_select_indices(going.nonzero()[:, 0])
-            rows, tokens, mask, positions = rows[going], tokens[going], mask[going], positions[going]
+            rows, tokens, mask, positions = (
+                rows[going],
+                tokens[going],
+                mask[going],
+                positions[going],
+            )
     return [(tokenizer.decode(answer), end) for answer, end in zip(answers, ended, strict=True)]
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
     """Attention of one new token a row; copying every key for each query head, as usual, takes 20 times as long."""
     if query.shape[2] != 1:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
     rows, heads, _, size = query.shape
     groups = key.shape[1]
-    scores = (query.view(rows, groups, heads // groups, size) @ key.transpose(-1, -2)).float() * scaling
+    scores = (
+        query.view(rows, groups, heads // groups, size) @ key.transpose(-1, -2)
+    ).float() * scaling
     if attention_mask is not None:
         scores = scores.masked_fill(~attention_mask, float("-inf"))
     mixed = scores.softmax(-1).to(value.dtype) @ value

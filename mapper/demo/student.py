@@ -77,7 +77,9 @@ class Student:
         keys = [row.numpy().tobytes() for row in ids]
         unseen = [place for place, key in enumerate(keys) if key not in self._lessons]
         if unseen:
-            for place, lesson in zip(unseen, zip(*self._run_teacher(ids[unseen]), strict=True), strict=True):
+            for place, lesson in zip(
+                unseen, zip(*self._run_teacher(ids[unseen]), strict=True), strict=True
+            ):
                 self._lessons[keys[place]] = lesson
         parting, wanted = zip(*(self._lessons[key] for key in keys), strict=True)
         return torch.stack(parting), torch.stack(wanted)
@@ -85,7 +87,9 @@ class Student:
     @torch.no_grad()
     def _run_teacher(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         layers = self.teacher.model.layers
-        parting = run_layers(self.teacher, self.teacher.model.embed_tokens(ids), layers[: self.shared])
+        parting = run_layers(
+            self.teacher, self.teacher.model.embed_tokens(ids), layers[: self.shared]
+        )
         last = run_layers(self.teacher, parting, layers[self.shared :])
         return parting, self.teacher.model.norm(last)
 
@@ -94,7 +98,11 @@ class Student:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable tensors under the names of the update file."""
-        named = {f"model.layers.{name}": value for name, value in self.layers.named_parameters() if value.requires_grad}
+        named = {
+            f"model.layers.{name}": value
+            for name, value in self.layers.named_parameters()
+            if value.requires_grad
+        }
         return named | {"model.norm.weight": self.norm.weight}
 
 

@@ -13,7 +13,10 @@ from .dialogues import load_dialogues, load_prose
 
 
 def dialogue_rows(tokenizer: PreTrainedTokenizerBase, split: str, length: int) -> torch.Tensor:
-    rendered = [tokenizer.apply_chat_template(messages, tokenize=False) for messages in load_dialogues(split)]
+    rendered = [
+        tokenizer.apply_chat_template(messages, tokenize=False)
+        for messages in load_dialogues(split)
+    ]
     return _pack(tokenizer, rendered, length)
 
 
@@ -38,7 +41,9 @@ class Mixture:
     The draws depend on the seed alone, so that a resumed run goes on with the rows it would have seen.
     """
 
-    def __init__(self, sources: dict[str, tuple[torch.Tensor, float]], rows: int, seed: int) -> None:
+    def __init__(
+        self, sources: dict[str, tuple[torch.Tensor, float]], rows: int, seed: int
+    ) -> None:
         self.sources = sources
         self.rows = rows
         self.chooser = random.Random(seed)
@@ -48,7 +53,9 @@ class Mixture:
         names = list(self.sources)
         shares = [share for _, share in self.sources.values()]
         while True:
-            yield torch.stack([self._row(name) for name in self.chooser.choices(names, shares, k=self.rows)])
+            yield torch.stack(
+                [self._row(name) for name in self.chooser.choices(names, shares, k=self.rows)]
+            )
 
     def _row(self, name: str) -> torch.Tensor:
         rows, _ = self.sources[name]

@@ -35,7 +35,10 @@ class Recipe:
 
     def write(self, path: Path = RECIPE_FILE) -> None:
         update = self.update_sha256 and {"sha256": self.update_sha256}
-        path.write_text(json.dumps({"layers_removed": list(self.layers_removed), "update": update}, indent=2) + "\n")
+        path.write_text(
+            json.dumps({"layers_removed": list(self.layers_removed), "update": update}, indent=2)
+            + "\n"
+        )
 
     def kept(self, layers: int) -> list[int]:
         return [layer for layer in range(layers) if layer not in self.layers_removed]
@@ -55,27 +58,40 @@ def pruned_weights(weights: dict[str, torch.Tensor], kept: list[int]) -> dict[st
     return pruned
 
 
-def save_update(update: dict[str, torch.Tensor], layers_removed: tuple[int, ...], path: Path) -> None:
+def save_update(
+    update: dict[str, torch.Tensor], layers_removed: tuple[int, ...], path: Path
+) -> None:
     """`update` holds `<linear>.down` [rank, in] and `<linear>.up` [out, rank] a linear, and whole norm weights."""
     path.parent.mkdir(parents=True, exist_ok=True)
     metadata = {"format": "pt", "layers_removed": json.dumps(list(layers_removed))}
     # bf16 halves the file; what it rounds off is far below the update's own noise
-    save_file({name: value.detach().to(torch.bfloat16).contiguous() for name, value in update.items()}, path, metadata)
+    save_file(
+        {name: value.detach().to(torch.bfloat16).contiguous() for name, value in update.items()},
+        path,
+        metadata,
+    )
 
 
 def load_update(recipe: Recipe, path: Path = UPDATE_FILE) -> dict[str, torch.Tensor]:
     """The update's tensors, refused unless the file is the one the recipe names, for the same layers."""
     digest = file_sha256(path)
     if digest != recipe.update_sha256:
-        raise UpdateRefused(f"{path.name} has SHA-256 {digest}, the recipe names {recipe.update_sha256}")
+        raise UpdateRefused(
+            f"{path.name} has SHA-256 {digest}, the recipe names {recipe.update_sha256}"
+        )
     with safe_open(path, framework="pt") as file:
         removed = tuple(json.loads(file.metadata()["layers_removed"]))
         if removed != recipe.layers_removed:
-            raise UpdateRefused(f"{path.name} was trained without layers {removed}, not {recipe.layers_removed}")
-        return {name: file.get_tensor(name).to(torch.float32) for name in file.keys()}
+            raise UpdateRefused(
+                f"{path.name} was trained without layers {removed}, not {recipe.layers_removed}"
+            )
+        names = file.keys()
+        return {name: file.get_tensor(name).to(torch.float32) for name in names}
 
 
-def merge(weights: dict[str, torch.Tensor], update: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def merge(
+    weights: dict[str, torch.Tensor], update: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """New weights in which every low-rank pair is added to its linear and every norm weight replaced."""
     merged = dict(weights)
     for name, value in update.items():
@@ -87,13 +103,18 @@ def merge(weights: dict[str, torch.Tensor], update: dict[str, torch.Tensor]) -> 
             value = _low_rank(update, module, value, weights)
         if target not in weights or weights[target].shape != value.shape:
             found = tuple(weights[target].shape) if target in weights else "nothing"
-            raise UpdateRefused(f"update of {target} has shape {tuple(value.shape)}, the weights have {found}")
+            raise UpdateRefused(
+                f"update of {target} has shape {tuple(value.shape)}, the weights have {found}"
+            )
         merged[target] = weights[target] + value if kind == "down" else value
     return merged
 
 
 def _low_rank(
-    update: dict[str, torch.Tensor], module: str, down: torch.Tensor, weights: dict[str, torch.Tensor]
+    update: dict[str, torch.Tensor],
+    module: str,
+    down: torch.Tensor,
+    weights: dict[str, torch.Tensor],
 ) -> torch.Tensor:
     up = update.get(f"{module}.up")
     if up is None or up.shape[1] != down.shape[0]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from mapper.demo import dialogues, evaluate, models, prompts, prune, texts, update
+from mapper.demo import card, dialogues, evaluate, models, prompts, prune, texts, update
 from mapper.demo.distill import Trainer, Training, train_step
 from mapper.demo.divergence import Candidates, forward_kl
 from mapper.demo.sampling import GROUPED_ATTENTION
@@ -73,7 +73,11 @@ def test_merged_update_equals_running_it_beside_the_weights(trained, tmp_path):
     with torch.no_grad():
         expected = student.follow(parting)
         found = merged.model(IDS).last_hidden_state
-        plain = model_from(update.pruned_weights(weights_of(teacher), kept), 4).model(IDS).last_hidden_state
+        plain = (
+            model_from(update.pruned_weights(weights_of(teacher), kept), 4)
+            .model(IDS)
+            .last_hidden_state
+        )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (plain - expected).abs().max() > 0.1
 
@@ -92,7 +96,10 @@ def test_update_of_other_bytes_or_other_layers_is_refused(trained, tmp_path):
     [
         ({"model.layers.0.mlp.up_proj.down": torch.zeros(3, 32)}, "matching half"),
         (
-            {"model.layers.0.mlp.up_proj.down": torch.zeros(3, 8), "model.layers.0.mlp.up_proj.up": torch.zeros(48, 3)},
+            {
+                "model.layers.0.mlp.up_proj.down": torch.zeros(3, 8),
+                "model.layers.0.mlp.up_proj.up": torch.zeros(48, 3),
+            },
             "shape",
         ),
         ({"model.layers.9.input_layernorm.weight": torch.zeros(32)}, "nothing"),
@@ -104,7 +111,10 @@ def test_update_of_the_wrong_shape_is_refused(change, message):
 
 
 def test_content_key_changes_with_every_input_and_their_borders():
-    keys = {models.content_key(*inputs) for inputs in (("a", "b"), ("a", "c"), ("ab", ""), ("a",), ("", "ab"))}
+    keys = {
+        models.content_key(*inputs)
+        for inputs in (("a", "b"), ("a", "c"), ("ab", ""), ("a",), ("", "ab"))
+    }
     assert len(keys) == 5
     assert models.content_key("a", "b") in keys
 
@@ -117,13 +127,13 @@ def test_damaged_model_folder_is_built_again_and_a_whole_one_reused(tmp_path, mo
         built.append(folder)
         (folder / "config.json").write_text("{}")
 
-    folder = models._cached("large-x", write)
-    assert models._cached("large-x", write) == folder and len(built) == 1
+    folder = models._cached(models.cache_folder() / "large-x", write)
+    assert models._cached(models.cache_folder() / "large-x", write) == folder and len(built) == 1
     (folder / "config.json").write_text("{ }")
-    models._cached("large-x", write)
+    models._cached(models.cache_folder() / "large-x", write)
     assert len(built) == 2 and (folder / "config.json").read_text() == "{}"
     (folder / models.MANIFEST).unlink()
-    models._cached("large-x", write)
+    models._cached(models.cache_folder() / "large-x", write)
     assert len(built) == 3
     assert sorted(path.name for path in folder.parent.iterdir()) == ["large-x", "large-x.lock"]
 
@@ -136,7 +146,7 @@ def test_failed_build_leaves_nothing_behind(tmp_path, monkeypatch):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        models._cached("large-y", fail)
+        models._cached(models.cache_folder() / "large-y", fail)
     assert [path.name for path in (tmp_path / "models").iterdir()] == ["large-y.lock"]
 
 
@@ -180,13 +190,17 @@ def test_forward_kl_and_its_gradient_match_the_plain_formula():
     wanted, ours = (teacher @ head.T).log_softmax(-1), (student @ head.T).log_softmax(-1)
     expected = (wanted.exp() * (wanted - ours)).sum(-1).mean()
     torch.testing.assert_close(found, expected.detach())
-    torch.testing.assert_close(gradient, torch.autograd.grad(expected, student)[0], atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected, student)[0], atol=1e-6, rtol=1e-3
+    )
 
 
 def test_sampled_candidates_stand_for_the_whole_vocabulary():
     counts = torch.zeros(1000, dtype=torch.long)
     counts[:100] = 5
-    chosen, log_weight = Candidates(counts, frequent=100, sampled=50, seed=0).draw(torch.tensor([[998, 999]]))
+    chosen, log_weight = Candidates(counts, frequent=100, sampled=50, seed=0).draw(
+        torch.tensor([[998, 999]])
+    )
     assert len(set(chosen.tolist())) == len(chosen) == 152
     assert {998, 999} <= set(chosen.tolist())
     assert log_weight.exp().sum().item() == pytest.approx(1000)
@@ -198,9 +212,15 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
 
     def fresh() -> tuple[Student, Trainer, Candidates]:
         student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), training.rank, seed=0)
-        return student, Trainer(student, training), Candidates(torch.ones(96, dtype=torch.long), 96, 0, 0)
+        return (
+            student,
+            Trainer(student, training),
+            Candidates(torch.ones(96, dtype=torch.long), 96, 0, 0),
+        )
 
-    def advance(student: Student, trainer: Trainer, candidates: Candidates, steps: int) -> list[float]:
+    def advance(
+        student: Student, trainer: Trainer, candidates: Candidates, steps: int
+    ) -> list[float]:
         losses = []
         for _ in range(steps):
             losses.append(train_step(student, candidates, batch))
@@ -241,7 +261,10 @@ def test_grouped_attention_gives_the_usual_logits(tmp_path):
 
 
 def test_mixture_keeps_shares_and_sees_every_row_before_any_returns():
-    sources = {"a": (torch.zeros(5, 4, dtype=torch.long), 0.25), "b": (torch.arange(1, 41).reshape(10, 4), 0.75)}
+    sources = {
+        "a": (torch.zeros(5, 4, dtype=torch.long), 0.25),
+        "b": (torch.arange(1, 41).reshape(10, 4), 0.75),
+    }
     batches = iter(texts.Mixture(sources, rows=20, seed=0))
     drawn = torch.cat([next(batches) for _ in range(50)])
     from_b = drawn[drawn[:, 0] > 0]
@@ -299,3 +322,19 @@ def test_log_likelihoods_are_those_of_each_text_alone():
             if place and example.counts[place]
         )
         assert value == pytest.approx(expected, abs=1e-4)
+
+
+def test_committed_card_is_of_the_committed_update_and_names_what_was_missed():
+    found = json.loads(card.CARD_JSON.read_text())
+    recipe = update.Recipe.read()
+    assert found["update"]["sha256"] == recipe.update_sha256
+    assert found["layers_removed"] == list(recipe.layers_removed)
+    page = card.CARD_MARKDOWN.read_text()
+    assert page == card.markdown(found)
+    missed = (
+        (found["dialogue_ppl_ratio"] > card.DIALOGUE_LIMIT)
+        + (found["prose_ppl_ratio"] > card.PROSE_LIMIT)
+        + (found["flops_share"] > card.FLOPS_LIMIT)
+        + (found["judged_good"] < card.JUDGED_LIMIT)
+    )
+    assert page.count("**missed**") == missed
