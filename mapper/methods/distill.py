@@ -104,8 +104,7 @@ def distill(
         for _ in range(BATCH):
             lesson = lessons[int(torch.randint(len(lessons), (1,), generator=generator))]
             start = _hand_over(len(lesson.ids), generator)
-            with torch.autocast("cpu", torch.bfloat16):
-                loss = _loss(adapters, maps.key_norms, target, lesson, start)
+            loss = _loss(adapters, maps.key_norms, target, lesson, start, autocast=True)
             (loss / BATCH).backward()
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimiser.step()
@@ -121,7 +120,8 @@ def evaluate(maps: CacheMap, target: CapturedModel, lessons: Sequence[Lesson]) -
     """Mean KL in nats per token after hand-overs in the middle of each document."""
     adapters = {kind: list(map(Adapter, getattr(maps, kind))) for kind in ("k", "v")}
     losses = [
-        _loss(adapters, maps.key_norms, target, lesson, len(lesson.ids) // 2) for lesson in lessons
+        _loss(adapters, maps.key_norms, target, lesson, len(lesson.ids) // 2, autocast=False)
+        for lesson in lessons
     ]
     return float(torch.stack(losses).mean())
 
@@ -146,8 +146,13 @@ def _hand_over(tokens: int, generator: torch.Generator) -> int:
     return int(torch.randint(16, max(tokens - 16, 17), (1,), generator=generator))
 
 
-def _loss(adapters, key_norms, target: CapturedModel, lesson: Lesson, start: int) -> torch.Tensor:
-    """Mean KL(native || mapped) over the tokens after `start`, in nats."""
+def _loss(
+    adapters, key_norms, target: CapturedModel, lesson: Lesson, start: int, *, autocast: bool
+) -> torch.Tensor:
+    """Mean KL(native || mapped) over the tokens after `start`, in nats.
+
+    `autocast` runs the target's matrix products in bfloat16; the map itself stays in fp32.
+    """
     cache = [
         torch.stack([
             adapter(select(lesson.features[kind][:, :start], adapter.base.layers)).transpose(0, 1)
@@ -164,9 +169,10 @@ def _loss(adapters, key_norms, target: CapturedModel, lesson: Lesson, start: int
     )
     stop = min(len(lesson.ids), start + WINDOW)
     model = target.model
-    hidden = model.base_model(
-        input_ids=lesson.ids[None, start:stop], past_key_values=build_cache(k, v)
-    ).last_hidden_state[0]
-    native = model.lm_head(lesson.hidden[start:stop]).float().log_softmax(-1)
-    mapped = model.lm_head(hidden).float().log_softmax(-1)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        hidden = model.base_model(
+            input_ids=lesson.ids[None, start:stop], past_key_values=build_cache(k, v)
+        ).last_hidden_state[0]
+        native = model.lm_head(lesson.hidden[start:stop]).float().log_softmax(-1)
+        mapped = model.lm_head(hidden).float().log_softmax(-1)
     return (native.exp() * (native - mapped)).sum(-1).mean()
