@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mapper.artifact import Artifact, write_quality
 from mapper.capture.model import CapturedModel
-from mapper.quality import controls
+from mapper.quality import controls, plots
 from mapper.quality.conversations import read_conversations
 from mapper.quality.divergence import Judge
 from mapper.quality.scoring import Reader
@@ -79,6 +79,7 @@ def run(
     for name, artifact in loaded.items():
         report["dialogues"][name]["parameters"] = artifact.manifest.parameters
     (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    plots.draw(report, loaded, out)
     _print(report, tail)
     first = Path(artifacts[0])
     write_quality(first, {"native_tail": tail, **report})
