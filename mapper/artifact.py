@@ -210,10 +210,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadArtifact(f"{path}: {error}") from error
 
 
-def write_quality(folder: Path, card: dict[str, Any]) -> None:
-    """Puts a quality card into the manifest of an existing artifact."""
+def write_quality(folder: Path, card: dict[str, Any], *, native_tail: int) -> None:
+    """Puts a quality card and the tail chosen by it into the manifest of an existing artifact."""
     manifest = read_manifest(folder)
-    manifest.quality = card
+    manifest.quality, manifest.native_tail = card, native_tail
     part = Path(folder) / f".{MANIFEST}.part"
     _write_synced(part, manifest.model_dump_json(indent=1))
     part.rename(Path(folder) / MANIFEST)

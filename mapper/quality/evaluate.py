@@ -22,6 +22,9 @@ from mapper.quality.scoring import Reader
 from mapper.quality.tasks import Task, few_shot, read_tasks
 
 TAILS = (1, 16, 32, 64, 128)
+# The native tail is the shortest with at most this KL: every further token is prefilled on the
+# user's path, and below it the answers of both caches are hard to tell apart.
+KL_GOAL = 0.03
 
 console = Console(stderr=True)
 
@@ -48,7 +51,10 @@ def run(
             have 512 tokens.
         data: folder of task files (JSONL); without it only dialogues are measured.
         items: questions of each task.
-        tail: native tail of the task questions and of the card.
+        tail: native tail of the task questions.
+
+    The first artifact's manifest gets the report as its quality card, and the native tail that
+    the measured curve asks for.
 
     Raises:
         UnsupportedModel: an artifact was made for other models.
@@ -82,8 +88,16 @@ def run(
     plots.draw(report, loaded, out)
     _print(report, tail)
     first = Path(artifacts[0])
-    write_quality(first, {"native_tail": tail, **report})
+    chosen = choose_tail(report["dialogues"][first.name])
+    write_quality(first, report, native_tail=chosen)
+    console.print(f"native tail of {first.name}: {chosen} tokens")
     return report
+
+
+def choose_tail(curve: dict[str, Any]) -> int:
+    """The shortest measured tail that reaches `KL_GOAL`, or the longest when none does."""
+    good = [tail for tail in TAILS if curve[f"tail {tail}"]["kl"] <= KL_GOAL]
+    return min(good, default=max(TAILS))
 
 
 def _dialogues(models, loaded: dict[str, Artifact], talks) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mapper.quality.divergence import Divergence
-from mapper.quality.evaluate import _retention
+from mapper.quality.evaluate import _retention, choose_tail
 from mapper.quality.tasks import SHORTEST_PROMPT, build_prompt, normalise, read_tasks
 
 
@@ -69,3 +69,9 @@ def test_retention_and_share_of_the_gap() -> None:
     assert measured["share_of_gap"] == pytest.approx(0.5)
     low, high = measured["retention_interval"]
     assert 0.5 < low < 2 / 3 < high < 0.85
+
+
+def test_the_shortest_tail_that_is_good_enough_is_chosen() -> None:
+    curve = {f"tail {tail}": {"kl": kl} for tail, kl in zip((1, 16, 32, 64, 128), (0.1, 0.05, 0.029, 0.02, 0.01), strict=True)}
+    assert choose_tail(curve) == 32
+    assert choose_tail({key: {"kl": 1.0} for key in curve}) == 128
