@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
-import threading
-from collections.abc import Iterator
 from types import FrameType
 
 import uvicorn
@@ -20,7 +17,6 @@ from router.server.protocol import protocol
 from router.settings import ConfigError, Settings
 
 logger = log.get("server")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # After the drain, for what ends by an error: to be written, and its tasks to finish.
 _LAST_SECONDS = 5
 
@@ -31,6 +27,7 @@ class Server(uvicorn.Server):
     def __init__(self, settings: Settings) -> None:
         self._app = create_app(settings)
         self._timeouts = settings.timeouts
+        self._loop: asyncio.AbstractEventLoop | None = None
         super().__init__(
             uvicorn.Config(
                 self._app,
@@ -71,24 +68,14 @@ class Server(uvicorn.Server):
         self._loop.call_later(delay + self._timeouts.drain_seconds, gateway.abort_running)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn's own would note the signal and raise it again after the shutdown, which
+        # makes the exit status of a clean shutdown that of a killed process.
+        if self._loop is None:
+            self.should_exit = True
+            return
         if sig == signal.SIGINT and self._app.state.gateway.draining:
             self.force_exit = self.should_exit = True
         self._loop.call_soon_threadsafe(self.drain)
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # uvicorn raises the signal again once it has shut down, which would make the exit
-        # status of a clean shutdown that of a killed process.
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        self._loop = asyncio.get_running_loop()
-        before = {sig: signal.signal(sig, self.handle_exit) for sig in _SIGNALS}
-        try:
-            yield
-        finally:
-            for sig, handler in before.items():
-                signal.signal(sig, handler)
 
     def _close_listener(self) -> None:
         self.should_exit = True

@@ -1,5 +1,6 @@
 """Rows of the conformance list that concern the proxy itself: headers, fields, shapes, limits."""
 
+import asyncio
 import itertools
 import json
 
@@ -10,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.fake_worker import Fault
-from tests.stack import Stack, events, eventually, user
+from tests.stack import Stack, eventually, user
 
 BODY = {"model": "small", "messages": [user()]}
 URL = "/v1/chat/completions"
@@ -294,14 +295,24 @@ def test_openapi_is_published(stack):
     assert described["components"]["schemas"]["ChatRequest"]["required"]
 
 
-def test_the_end_of_a_stream_waits_for_the_sessions_state(stack):
-    # A client that sends its next turn at once must find the session it just had.
-    answer = stack.stream(BODY)
-    text = "".join(
-        json.loads(event[6:])["choices"][0]["delta"].get("content") or ""
-        for event in events(answer.content)
-        if event != b"data: [DONE]"
-    )
-    history = [*BODY["messages"], {"role": "assistant", "content": text}, user("more")]
-    follow = stack.post({**BODY, "messages": history})
+def test_the_end_of_a_stream_waits_for_the_sessions_state(stack, monkeypatch):
+    # A client that sends its next turn as soon as it sees the end must find its session.
+    store = stack.gateway.store
+    update = store.update
+
+    async def slow(*arguments):
+        await asyncio.sleep(0.5)
+        return await update(*arguments)
+
+    monkeypatch.setattr(store, "update", slow)
+    text = ""
+    url = f"{stack.url}{URL}"
+    with httpx.stream("POST", url, json={**BODY, "stream": True}) as answer:
+        for line in answer.iter_lines():
+            if line == "data: [DONE]":
+                break
+            if line:
+                text += json.loads(line[6:])["choices"][0]["delta"].get("content") or ""
+        history = [*BODY["messages"], {"role": "assistant", "content": text}, user("more")]
+        follow = stack.post({**BODY, "messages": history})
     assert follow.headers["x-baton-session"] == answer.headers["x-baton-session"]
