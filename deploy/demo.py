@@ -145,21 +145,20 @@ def show(result: dict[str, Any], console: Console) -> None:
     table.add_column("KV")
     for name in ("prompt", "cached", "mapped"):
         table.add_column(f"{name}\ntokens", justify="right")
-    table.add_column("TTFT", justify="right")
-    table.add_column("native\nTTFT", justify="right")
-    table.add_column("saved", justify="right")
+    for name in ("TTFT", "native\nTTFT", "saved"):
+        table.add_column(f"{name} (s)", justify="right")
     for turn in result["turns"]:
         arrow = {"up": " ↑", "down": " ↓", None: ""}[turn["direction"]]
         table.add_row(
             str(turn["turn"]),
             turn["tier"] + arrow,
-            turn["kv"] if turn["kv"] == "applied" else f"{turn['kv']} ({turn['kv_reason']})",
+            turn["kv"] + (f"\n[dim]{turn['kv_reason']}[/]" if turn["direction"] else ""),
             str(turn["prompt_tokens"]),
             str(turn["cached_tokens"]),
             str(turn["mapped_tokens"] or ""),
-            f"{turn['ttft_ms'] / 1000:.2f} s",
-            f"{turn['ttft_ms_native'] / 1000:.2f} s",
-            f"{turn['saved_ms'] / 1000:+.2f} s" if turn["direction"] else "",
+            f"{turn['ttft_ms'] / 1000:.2f}",
+            f"{turn['ttft_ms_native'] / 1000:.2f}",
+            f"{turn['saved_ms'] / 1000:+.2f}" if turn["direction"] else "",
         )
     console.print(table)
 

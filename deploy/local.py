@@ -161,6 +161,8 @@ class LocalStack:
             "redis_url": f"redis://127.0.0.1:{self.config.ports['redis']}/0",
             "mapper_url": self.config.url("mapper"),
             "policy": self.config.policy,
+            # On a CPU the prefill that a transfer replaces takes many seconds.
+            "transfers": {"deadline_ms": 10_000},
             "workers": [
                 {
                     "name": tier,

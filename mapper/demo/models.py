@@ -62,7 +62,7 @@ def build_small() -> Path:
 
 
 def demo_models() -> dict[str, Path]:
-    return {"large": build_large(), "small": build_small()}
+    return {"small": build_small(), "large": build_large()}
 
 
 def _write_large(source: Path, folder: Path) -> None:

@@ -23,7 +23,7 @@ from mapper.service.protocol import Reason, TransferRequest, TransferResult
 # Long enough for the turn to reach the worker; the pin then lapses by itself.
 _PIN_SECONDS = 60.0
 # Pages mapped at a time. Bounds memory, and is how often the deadline is looked at.
-_CHUNK_PAGES = 64
+_CHUNK_PAGES = 32
 
 
 @dataclass(frozen=True)
@@ -157,13 +157,17 @@ class _Job:
         """
         pages = len(plan.reuse) + len(plan.link) + len(plan.mapped)
         mapped, stopped = 0, None
+        slowest = 0.0
         for first in range(0, len(plan.mapped), _CHUNK_PAGES):
             chunk = plan.mapped[first : first + _CHUNK_PAGES]
-            if time.monotonic() > deadline:
+            began = time.monotonic()
+            # The answer must be back in time: no chunk is begun that would end too late.
+            if began + slowest > deadline:
                 stopped = Reason.DEADLINE
             else:
                 done, stopped = self._map(chunk, writers)
                 mapped += done
+                slowest = max(slowest, time.monotonic() - began)
             if stopped:
                 # Pages after the first one missing cannot be restored.
                 pages = plan.mapped[mapped]
