@@ -110,8 +110,9 @@ def _dialogues(models, loaded: dict[str, Artifact], talks) -> dict[str, Any]:
         "control: raw": controls.raw,
         "control: zero": controls.zero,
         "control: wrong document": controls.wrong_document(first, judge.prefills),
-        "control: random map": controls.random_map(first),
     }
+    if first.maps is not None:
+        prefixes["control: random map"] = controls.random_map(first)
     results = {}
     for name, artifact in loaded.items():
         measured = judge.measure(controls.mapped(artifact), TAILS)
