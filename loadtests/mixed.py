@@ -323,7 +323,8 @@ def _settings(urls: dict[str, str], redis_url: str, port: int) -> dict[str, Any]
             for name, url in urls.items()
             if name not in ("mapper", "control")
         ],
-        "timeouts": {"idle_seconds": 2.0, "drain_delay_seconds": 0.0},
+        # Longer than a busy machine may pause, and shorter than the scripted stall.
+        "timeouts": {"idle_seconds": 6.0, "drain_delay_seconds": 0.0},
         "transfers": {"deadline_ms": 500},
         "pool": {"health_seconds": 1.0, "breaker_seconds": 2.0},
     }

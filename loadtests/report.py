@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 # Share of the run after which memory must not grow any more, and by how much it may.
 _WARM = 0.3
 _FLAT = 1.05
-# What may stay open: the pool to Redis, and a few idle connections to workers and mapper.
-DESCRIPTORS = 32 + 12
+# What may stay open: the pool to Redis, the mapper's idle connections, and those of the
+# health checks.
+DESCRIPTORS = 32 + 8 + 8
 
 
 def summarise(

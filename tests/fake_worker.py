@@ -208,7 +208,7 @@ class FakeWorker:
                 Fault("garbage"),
                 Fault("error_first"),
                 Fault("silent_end"),
-                Fault("stall", seconds=3.0),
+                Fault("stall", seconds=9.0),
             ]
         )
 

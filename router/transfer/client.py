@@ -47,7 +47,10 @@ class MapperClient:
         self._client = httpx.AsyncClient(
             base_url="http://mapper" if socket else url,
             transport=httpx.AsyncHTTPTransport(
-                uds=socket, limits=httpx.Limits(max_connections=64, keepalive_expiry=4.0)
+                uds=socket,
+                limits=httpx.Limits(
+                    max_connections=64, max_keepalive_connections=8, keepalive_expiry=4.0
+                ),
             ),
             trust_env=False,
         )
