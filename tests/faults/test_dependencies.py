@@ -205,8 +205,8 @@ def test_a_load_failure_on_a_later_turn_of_the_lineage(stack):
     assert stack.large[0].seen[-1].body.get("extra_key") is None
 
 
-def test_a_load_failure_without_mapped_kv_is_an_error(stack):
-    stack.small[0].faults.append(Fault("load_failed"))
+def test_a_load_failure_that_does_not_end_is_an_error(stack):
+    stack.small[0].faults.extend([Fault("load_failed")] * 3)
     response = stack.post({"model": "small", "messages": [user()]})
     assert response.status_code == 503
     assert response.json()["error"]["type"] == "server_error"
