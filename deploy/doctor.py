@@ -54,7 +54,9 @@ def run() -> Iterator[Check]:
     )
     yield _package("sglang", SGLANG, "make setup")
     yield from _torch()
-    yield _program("redis-server", "apt-get install redis-server; without it, use redis_url: memory://")
+    yield _program(
+        "redis-server", "apt-get install redis-server; without it, use redis_url: memory://"
+    )
     yield _program("g++", "apt-get install g++; SGLang compiles its page-key hash at first start")
     yield Check(
         "openssl headers",

@@ -120,12 +120,24 @@ class LocalStack:
     def start_redis(self) -> None:
         binary = shutil.which("redis-server")
         if binary is None:
-            raise LocalError("redis-server is not installed; on Debian: apt-get install redis-server")
+            raise LocalError(
+                "redis-server is not installed; on Debian: apt-get install redis-server"
+            )
         self._progress("redis-server")
         port = self.config.ports["redis"]
         self._start(
             "redis",
-            [binary, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            [
+                binary,
+                "--port",
+                str(port),
+                "--bind",
+                "127.0.0.1",
+                "--save",
+                "",
+                "--appendonly",
+                "no",
+            ],
         )
         client = redis.Redis(port=port)
         self._wait("redis", lambda: bool(client.ping()), 15)

@@ -162,11 +162,16 @@ class Artifact:
                 )
         check_pair(source, target)
 
-    def compile(self, device: str = "cpu", dtype: torch.dtype = torch.float32) -> KVMap | IdentityMap:
+    def compile(
+        self, device: str = "cpu", dtype: torch.dtype = torch.float32
+    ) -> KVMap | IdentityMap:
         """The map ready to run; matrix products in `dtype`, rotations and sums in fp32."""
         if self.maps is None:
             return IdentityMap()
-        source, target = Rotary.from_spec(self.manifest.source), Rotary.from_spec(self.manifest.target)
+        source, target = (
+            Rotary.from_spec(self.manifest.source),
+            Rotary.from_spec(self.manifest.target),
+        )
         return KVMap(self.maps, source, target, device=device, dtype=dtype)
 
     def sink(self, token_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -129,7 +129,9 @@ def run(
     selection = {}
     if distill_seconds:
         maps, selection["distilled"] = _distill(maps, models, text, distill_seconds)
-    scores = [held.score(layer, *pair) for layer, pair in enumerate(zip(maps.k, maps.v, strict=True))]
+    scores = [
+        held.score(layer, *pair) for layer, pair in enumerate(zip(maps.k, maps.v, strict=True))
+    ]
     selection["attention_output_error"] = [score.error for score in scores]
     selection["attention_output_cosine"] = [score.cosine for score in scores]
 
@@ -164,7 +166,9 @@ def run(
     return Path(out)
 
 
-def _fit(method: Method, moments, held: HeldOut, target: CapturedModel, *, k: int, ridge: float) -> CacheMap:
+def _fit(
+    method: Method, moments, held: HeldOut, target: CapturedModel, *, k: int, ridge: float
+) -> CacheMap:
     layers = range(moments.shape.target_layers)
     if method == "auto":
         with progress() as bar:
@@ -181,7 +185,9 @@ def _fit(method: Method, moments, held: HeldOut, target: CapturedModel, *, k: in
     return CacheMap(
         *(
             [
-                fit_layer(moments, kind, ranked[layer][:k], layer, head_local=head_local, ridge=ridge)
+                fit_layer(
+                    moments, kind, ranked[layer][:k], layer, head_local=head_local, ridge=ridge
+                )
                 for layer in layers
             ]
             for kind in KINDS
@@ -199,11 +205,20 @@ def _distill(
     with progress() as bar:
         task = bar.add_task("distilling (s)", total=round(seconds))
         updated, steps = distill(
-            maps, models[1], lessons, seconds=seconds, report=lambda at: bar.update(task, completed=at)
+            maps,
+            models[1],
+            lessons,
+            seconds=seconds,
+            report=lambda at: bar.update(task, completed=at),
         )
     after = evaluate(updated, models[1], exam)
     kept = after < before
-    record = {"steps": steps, "held_out_kl_before": before, "held_out_kl_after": after, "kept": kept}
+    record = {
+        "steps": steps,
+        "held_out_kl_before": before,
+        "held_out_kl_after": after,
+        "kept": kept,
+    }
     console.print(f"held-out KL {before:.4f} -> {after:.4f} nats after {steps} steps")
     return (updated if kept else maps), record
 
@@ -282,7 +297,11 @@ def _first_tokens(documents: list[Document], tokens: int) -> list[Document]:
 
 
 def _save_identity(
-    out: Path, model: CapturedModel, specs: list[ModelSpec], sink_tokens: list[int], native_tail: int
+    out: Path,
+    model: CapturedModel,
+    specs: list[ModelSpec],
+    sink_tokens: list[int],
+    native_tail: int,
 ) -> Path:
     if specs[0].fingerprint != specs[1].fingerprint:
         raise UnsupportedModel("method", "'identity' maps a model onto itself only")

@@ -38,7 +38,9 @@ def worker(
         str | None, typer.Option(help="Served model name; the folder's name by default.")
     ] = None,
     port: Annotated[int | None, typer.Option(help="Default: 30001 small, 30002 large.")] = None,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16, also of the KV.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, bfloat16 or float16, also of the KV.")
+    ] = "float32",
     page_size: Annotated[int, typer.Option(help="Tokens a page; the same on both tiers.")] = 16,
     kv_tokens: Annotated[int, typer.Option(help="Size of the KV pool in tokens.")] = 16384,
     memory_fraction: Annotated[
@@ -47,9 +49,7 @@ def worker(
     threads: Annotated[int | None, typer.Option(help="CPU threads of this worker.")] = None,
     store: StoreOption = DEFAULT_STORE,
     store_bytes: StoreBytesOption = DEFAULT_STORE_BYTES,
-    log: Annotated[
-        Path | None, typer.Option(help="Where SGLang's own output goes.")
-    ] = None,
+    log: Annotated[Path | None, typer.Option(help="Where SGLang's own output goes.")] = None,
     sglang: Annotated[
         list[str] | None, typer.Argument(help="Further SGLang flags, after a --.")
     ] = None,
@@ -150,7 +150,9 @@ def calibrate(
     out: Annotated[Path, typer.Argument(help="Artifact folder to write.")],
     text: Annotated[
         list[Path],
-        typer.Option(help="Text to calibrate on: .jsonl of {messages: [...]} or plain; repeatable."),
+        typer.Option(
+            help="Text to calibrate on: .jsonl of {messages: [...]} or plain; repeatable."
+        ),
     ],
     method: Annotated[
         str,

@@ -7,11 +7,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from mapper.cli import app as mapper_commands
 from mapper.errors import MapperError
@@ -30,6 +32,10 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.registered_commands.extend(mapper_commands.registered_commands)
+keys_app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
+config_app = typer.Typer(help="The gateway's configuration.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
+app.add_typer(config_app, name="config")
 
 
 @app.command()
@@ -45,7 +51,98 @@ def serve(
     except ConfigError as error:
         typer.echo(f"baton: {error}", err=True)
         raise typer.Exit(2) from None
-    run(settings)
+    raise typer.Exit(run(settings))
+
+
+@config_app.command("check")
+def check_config(
+    config: Annotated[Path, typer.Argument(help="The gateway's YAML file.")],
+) -> None:
+    """Validate a configuration: says file, key and what is allowed; starts nothing."""
+    from router.settings import ConfigError, load
+
+    try:
+        settings = load(config)
+    except ConfigError as error:
+        typer.echo(f"baton: {error}", err=True)
+        raise typer.Exit(2) from None
+    tiers = ", ".join(f"{worker.name} ({worker.tier})" for worker in settings.workers)
+    typer.echo(f"{config}: good; workers: {tiers}")
+
+
+@config_app.command("schema")
+def config_schema() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    from router.settings import json_schema
+
+    print(json.dumps(json_schema(), indent=1))
+
+
+KeysOption = Annotated[Path, typer.Option("--file", help="The gateway's auth.keys_file.")]
+
+
+@keys_app.command("create")
+def create_key(
+    tenant: Annotated[str, typer.Argument(help="Whose requests the key makes.")],
+    file: KeysOption,
+    model: Annotated[
+        list[str] | None, typer.Option(help="Model or alias it may use; repeatable; default all.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policy it may name; repeatable; default all.")
+    ] = None,
+    days: Annotated[float | None, typer.Option(help="Days until it expires.")] = None,
+) -> None:
+    """Make a key and print it, once; the file keeps its hash. Running gateways take it up."""
+    from router.auth import keys
+
+    expires = datetime.now(UTC) + timedelta(days=days) if days else None
+    with _key_errors():
+        print(keys.create(file, tenant, models=model, policies=policy, expires=expires))
+
+
+@keys_app.command("list")
+def list_keys(file: KeysOption) -> None:
+    """Show keys by id, without their secrets."""
+    from router.auth import keys
+
+    table = Table("id", "tenant", "models", "policies", "expires", "revoked")
+    with _key_errors():
+        for key in keys.list_keys(file):
+            table.add_row(
+                key.id,
+                key.tenant,
+                ", ".join(key.models) if key.models is not None else "all",
+                ", ".join(key.policies) if key.policies is not None else "all",
+                str(key.expires or "never"),
+                "yes" if key.revoked else "",
+            )
+    Console().print(table)
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(help="As `baton keys list` shows it.")],
+    file: KeysOption,
+) -> None:
+    """End a key. Running gateways refuse it within a moment."""
+    from router.auth import keys
+
+    with _key_errors():
+        if not keys.revoke(file, key_id):
+            typer.echo(f"baton: {file} has no working key {key_id!r}", err=True)
+            raise typer.Exit(1)
+
+
+@contextmanager
+def _key_errors() -> Iterator[None]:
+    from router.settings import ConfigError
+
+    try:
+        yield
+    except (ConfigError, ValueError, OSError) as error:
+        typer.echo(f"baton: {error}", err=True)
+        raise typer.Exit(2) from None
 
 
 @app.command()

@@ -93,7 +93,9 @@ def build_cache(k: torch.Tensor, v: torch.Tensor) -> DynamicCache:
     """The inverse of `stack_cache`: a fresh cache with copies of these keys and values."""
     cache = DynamicCache()
     for layer, (keys, values) in enumerate(zip(k, v, strict=True)):
-        cache.update(keys.transpose(0, 1)[None].clone(), values.transpose(0, 1)[None].clone(), layer)
+        cache.update(
+            keys.transpose(0, 1)[None].clone(), values.transpose(0, 1)[None].clone(), layer
+        )
     return cache
 
 

@@ -34,7 +34,9 @@ class Pair:
         start = int(self.digest[:8], 16) % stride
         chosen = torch.arange(start, len(self.positions), stride)
         chosen = chosen[self.positions[chosen] > 0]
-        return tuple({kind: side[kind][:, chosen] for kind in KINDS} for side in (self.source, self.target))
+        return tuple(
+            {kind: side[kind][:, chosen] for kind in KINDS} for side in (self.source, self.target)
+        )
 
 
 @dataclass(frozen=True)

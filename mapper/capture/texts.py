@@ -38,7 +38,12 @@ class Document:
 
 
 def read_documents(
-    paths: Sequence[Path], tokenizer: PreTrainedTokenizerBase, *, length: int, seed: int, split: str = "train"
+    paths: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    length: int,
+    seed: int,
+    split: str = "train",
 ) -> tuple[list[Document], Counter[str]]:
     """All windows of at most `length` tokens, in a random order that mixes the files.
 
@@ -62,7 +67,9 @@ def read_documents(
                 seen.add(digest)
                 documents.append(Document(digest, origin, torch.tensor(ids)))
     if not documents:
-        raise CalibrationError(f"no usable document in {', '.join(map(str, paths))}: {dict(skipped)}")
+        raise CalibrationError(
+            f"no usable document in {', '.join(map(str, paths))}: {dict(skipped)}"
+        )
     random.Random(seed).shuffle(documents)
     return documents, skipped
 
@@ -78,7 +85,9 @@ def first_tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Documen
     return sorted(tokens)
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, reply: bool = False) -> list[int]:
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict], *, reply: bool = False
+) -> list[int]:
     """Token ids of a conversation; with `reply`, up to where the assistant's answer begins."""
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=reply)
     return tokenizer.encode(text, add_special_tokens=False)
@@ -134,7 +143,9 @@ def _prose(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterat
         return
     mark = "\u241e"
     wrapped = tokenizer.apply_chat_template([{"role": "user", "content": mark}], tokenize=False)
-    before, after = (tokenizer.encode(side, add_special_tokens=False) for side in wrapped.split(mark))
+    before, after = (
+        tokenizer.encode(side, add_special_tokens=False) for side in wrapped.split(mark)
+    )
     step = length - len(before) - len(after)
     if step < _SHORTEST_TOKENS:
         raise CalibrationError(f"windows of {length} tokens leave no room beside the chat template")

@@ -78,7 +78,9 @@ def prepare(
             "k": by_head(source.rotary.undo(theirs.k, positions)).clone(),
             "v": by_head(theirs.v).clone(),
         }
-        lessons.append(Lesson(document.ids, features, (sink.k.clone(), sink.v.clone()), hidden.clone()))
+        lessons.append(
+            Lesson(document.ids, features, (sink.k.clone(), sink.v.clone()), hidden.clone())
+        )
     return lessons
 
 
@@ -154,10 +156,14 @@ def _loss(
     `autocast` runs the target's matrix products in bfloat16; the map itself stays in fp32.
     """
     cache = [
-        torch.stack([
-            adapter(select(lesson.features[kind][:, :start], adapter.base.layers)).transpose(0, 1)
-            for adapter in adapters[kind]
-        ])
+        torch.stack(
+            [
+                adapter(select(lesson.features[kind][:, :start], adapter.base.layers)).transpose(
+                    0, 1
+                )
+                for adapter in adapters[kind]
+            ]
+        )
         for kind in ("k", "v")
     ]
     if key_norms is not None:

@@ -94,9 +94,7 @@ def fit_layer(
     shape = moments.shape
     layers = tuple(sorted(layers))
     heads = range(shape.kv_heads) if head_local else (None,)
-    solved = [
-        system(moments, kind, layers, target_layer, head).solve(ridge) for head in heads
-    ]
+    solved = [system(moments, kind, layers, target_layer, head).solve(ridge) for head in heads]
     return AffineMap(
         layers,
         torch.stack([weight for weight, _ in solved]).float(),

@@ -45,7 +45,10 @@ def wrong_document(artifact: Artifact, prefills: Sequence[tuple[Prefill, Prefill
     def prefix(theirs: Prefill, own: Prefill, index: int):
         other = prefills[(index + 1) % len(prefills)][0]
         tokens = own.k.shape[1]
-        k, v = (part.repeat(1, tokens // part.shape[1] + 1, 1, 1)[:, :tokens] for part in (other.k, other.v))
+        k, v = (
+            part.repeat(1, tokens // part.shape[1] + 1, 1, 1)[:, :tokens]
+            for part in (other.k, other.v)
+        )
         return with_sink(kv_map.apply(k, v, torch.arange(tokens)), own)
 
     return prefix

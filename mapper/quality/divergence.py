@@ -32,7 +32,9 @@ class Divergence:
 
     def summary(self) -> dict[str, float | list[float]]:
         """Means per token, each with a 95 % interval bootstrapped over conversations."""
-        kl, agree, tokens = (np.array(part, dtype=float) for part in (self.kl, self.agree, self.tokens))
+        kl, agree, tokens = (
+            np.array(part, dtype=float) for part in (self.kl, self.agree, self.tokens)
+        )
         draws = np.random.default_rng(0).integers(0, len(tokens), (2000, len(tokens)))
         weights = tokens[draws].sum(1)
         return {

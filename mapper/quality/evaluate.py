@@ -66,7 +66,9 @@ def run(
         made_for = artifact.manifest
         artifact.check(
             *(
-                model.spec.model_copy(update={"kv_dtype": mine.kv_dtype, "page_size": mine.page_size})
+                model.spec.model_copy(
+                    update={"kv_dtype": mine.kv_dtype, "page_size": mine.page_size}
+                )
                 for model, mine in zip(models, (made_for.source, made_for.target), strict=True)
             )
         )
@@ -74,7 +76,10 @@ def run(
     talks = read_conversations(
         dialogues, tokenizer, split=split, shortest_prompt=512, count=conversations
     )
-    report: dict[str, Any] = {"conversations": len(talks), "dialogues": _dialogues(models, loaded, talks)}
+    report: dict[str, Any] = {
+        "conversations": len(talks),
+        "dialogues": _dialogues(models, loaded, talks),
+    }
     if data is not None:
         report["tasks"] = {
             task.name: _task(task, models, tokenizer, loaded, tail)
@@ -147,7 +152,9 @@ def _task(task: Task, models, tokenizer, loaded: dict[str, Artifact], tail: int)
     summary = {"items": len(lengths), "shortest_prompt": min(lengths)}
     native = np.array(right["target"], dtype=float)
     for name, answers in right.items():
-        summary[name] = _retention(np.array(answers, dtype=float), native, np.array(right["source"], float))
+        summary[name] = _retention(
+            np.array(answers, dtype=float), native, np.array(right["source"], float)
+        )
     console.print(task.name, {name: summary[name]["accuracy"] for name in right})
     return summary
 
@@ -174,7 +181,13 @@ def _print(report: dict[str, Any], tail: int) -> None:
                 table.add_row(name, str(tails.get("parameters", "")), length.split()[1], *cells)
     console.print(table)
     for task, summary in report.get("tasks", {}).items():
-        table = Table(f"{task} (tail {tail}, {summary['items']} items)", "accuracy", "retention", "95 %", "gap")
+        table = Table(
+            f"{task} (tail {tail}, {summary['items']} items)",
+            "accuracy",
+            "retention",
+            "95 %",
+            "gap",
+        )
         for name, one in summary.items():
             if isinstance(one, dict):
                 table.add_row(

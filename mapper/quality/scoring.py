@@ -31,7 +31,11 @@ class Reader:
 
     @torch.inference_mode()
     def answer(
-        self, question: Question, ids: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], tail: int
+        self,
+        question: Question,
+        ids: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+        tail: int,
     ) -> bool:
         """Whether the model answers rightly, computing the last `tail` prompt tokens itself."""
         start = len(ids) - max(tail, 1)
@@ -50,7 +54,9 @@ class Reader:
             ids = torch.tensor(self.tokenizer.encode(option, add_special_tokens=False))
             rows = [logits[None]]
             if len(ids) > 1:
-                rows.append(self.model.model(input_ids=ids[None, :-1], past_key_values=past).logits[0])
+                rows.append(
+                    self.model.model(input_ids=ids[None, :-1], past_key_values=past).logits[0]
+                )
                 past.crop(length)
             chosen = torch.cat(rows).log_softmax(-1).gather(1, ids[:, None]).sum()
             scores.append(float(chosen) / len(option))

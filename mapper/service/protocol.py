@@ -59,8 +59,10 @@ class TransferRequest(_Wire):
     @model_validator(mode="after")
     def _one_tenant(self) -> Self:
         if self.source.cache_salt != self.target.cache_salt:
-            raise ValueError("source and target must have the same cache_salt: one tenant's KV "
-                             "is never made reachable for another")
+            raise ValueError(
+                "source and target must have the same cache_salt: one tenant's KV "
+                "is never made reachable for another"
+            )
         return self
 
 

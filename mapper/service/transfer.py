@@ -182,9 +182,7 @@ class _Job:
         self.target.pin(self.lineage_keys[:pages], _PIN_SECONDS)
         return pages, mapped, stopped
 
-    def _map(
-        self, indices: list[int], writers: ThreadPoolExecutor
-    ) -> tuple[int, Reason | None]:
+    def _map(self, indices: list[int], writers: ThreadPoolExecutor) -> tuple[int, Reason | None]:
         """Maps and writes these pages; returns how many, in order, and why not all."""
         k, v = self.source.read([self.source_keys[index] for index in indices])
         size = self.page_size

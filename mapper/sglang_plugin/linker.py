@@ -115,15 +115,14 @@ class BatonLinker(UnifiedCacheLinker):
             self.layer_done_counter.fail(index, error)
 
     def _read(self, keys: list[str]) -> list[torch.Tensor]:
-        pages = []
-        for key in keys:
-            found = self.store.get(self.layout, key)
-            if found is None:
-                # `get` has removed it if it was bad, so the retry's lookup misses.
-                raise MapperError(f"page {key[:12]} vanished between lookup and load")
-            pages.append(found[0])
+        # All of them, also after a failure: `get` removes what is bad, so that the retry's
+        # lookup misses every bad page of this prefix and not only the first.
+        found = [self.store.get(self.layout, key) for key in keys]
+        missing = sum(page is None for page in found)
+        if missing:
+            raise MapperError(f"{missing} of {len(keys)} pages were damaged or have gone")
         self.store.touch(self.layout, keys)
-        return pages
+        return [page for page, _ in found]
 
     # ---- offload ----
 

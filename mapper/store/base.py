@@ -25,9 +25,7 @@ class PageStore(Protocol):
         """The page (a read-only view of shape `layout.shape`), checked, or None."""
         ...
 
-    def put(
-        self, layout: PageLayout, key: str, page: torch.Tensor, provenance: Provenance
-    ) -> bool:
+    def put(self, layout: PageLayout, key: str, page: torch.Tensor, provenance: Provenance) -> bool:
         """Stores a page unless its key is present; False when no room could be made."""
         ...
 

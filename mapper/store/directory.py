@@ -12,6 +12,7 @@ import errno
 import json
 import mmap
 import os
+import stat
 import threading
 import time
 from collections import Counter
@@ -80,7 +81,11 @@ class DirectoryStore:
 
     def prefix(self, layout: PageLayout, keys: Sequence[str]) -> int:
         for index, key in enumerate(keys):
-            if not os.path.exists(self._path(layout, key)):
+            try:
+                status = os.stat(self._path(layout, key))
+            except FileNotFoundError:
+                return index
+            if not status.st_mode & stat.S_IRUSR:
                 return index
         return len(keys)
 
@@ -93,14 +98,12 @@ class DirectoryStore:
         except (BadPage, OSError) as error:
             reason = error.reason if isinstance(error, BadPage) else "unreadable"
             self.counters[f"bad_{reason}"] += 1
-            path.unlink(missing_ok=True)
+            self._condemn(path)
             return None
 
-    def put(
-        self, layout: PageLayout, key: str, page: torch.Tensor, provenance: Provenance
-    ) -> bool:
+    def put(self, layout: PageLayout, key: str, page: torch.Tensor, provenance: Provenance) -> bool:
         path = self._path(layout, key)
-        if path.exists():
+        if self.prefix(layout, [key]):
             self.counters["put_existing"] += 1
             return True
         header, payload = layout.encode(page, provenance)
@@ -163,6 +166,19 @@ class DirectoryStore:
         name = f"{key}.{layout.rank}-{layout.tp_size}.kv"
         return self.root / layout.fingerprint / key[:2] / name
 
+    @staticmethod
+    def _condemn(path: Path) -> None:
+        """Removes a bad page, and makes a miss of every other key that is linked to it.
+
+        The mode belongs to the file and not to its name, so that all links see it; cutting
+        the file short instead would crash whoever has it mapped.
+        """
+        try:
+            path.chmod(0)
+            path.unlink()
+        except FileNotFoundError:
+            pass
+
     def _folder(self, folder: Path) -> None:
         """Creates a folder below the root; `parents=True` would ignore the mode above it."""
         if folder not in self._made:
@@ -174,7 +190,11 @@ class DirectoryStore:
     @staticmethod
     def _map(path: Path, layout: PageLayout) -> memoryview:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            size = status.st_size
+            if not status.st_mode & stat.S_IRUSR:
+                # Root could read it all the same.
+                raise BadPage("checksum", "found bad under another key")
             if size != layout.object_bytes:
                 # Says more than "wrong size" when the header is whole, and maps nothing.
                 layout.check_header(file.read(HEADER_BYTES), size)

@@ -30,6 +30,7 @@ from router.turns.upstream import LOAD_FAILED, BrokenStream, Upstream
 from router.workers.worker import CHAT, UpstreamError, Worker
 
 logger = log.get("turn")
+_LOAD_RETRIES = 2
 
 
 @dataclass(frozen=True)
@@ -224,14 +225,15 @@ class Turn:
         self._worker = self._upstream.worker
 
     async def _dispatch(self, tier: Tier, worker: Worker) -> Upstream:
-        try:
-            return await self._gateway.dispatcher.open(tier, worker, self._request(worker))
-        except UpstreamError as error:
-            if error.reason != LOAD_FAILED or self._outcome.extra_key is None:
-                raise
-        # A page could not be restored. It is gone by now, and exact KV will do.
-        self._outcome = self._outcome.natively(LOAD_FAILED)
-        return await self._gateway.dispatcher.open(tier, worker, self._request(worker))
+        for attempt in range(1 + _LOAD_RETRIES):
+            try:
+                return await self._gateway.dispatcher.open(tier, worker, self._request(worker))
+            except UpstreamError as error:
+                if error.reason != LOAD_FAILED or attempt == _LOAD_RETRIES:
+                    raise
+            # Pages could not be restored. They are gone by now, and exact KV will do;
+            # damaged exact pages are found, and gone, at the attempt after.
+            self._outcome = self._outcome.natively(LOAD_FAILED)
 
     @property
     def _affinity(self) -> str:

@@ -12,6 +12,8 @@ from openai import OpenAI
 from deploy.local import LocalStack
 
 _numbers = itertools.count()
+# Tokens that all conversations of a tenant share: the chat template's own system prompt.
+SHARED = 32
 
 
 @dataclass
@@ -32,7 +34,7 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int = 8
 
-    def turn(self, question: str, model: str, **headers: str) -> Reply:
+    def turn(self, question: str, model: str, stream: bool = False) -> Reply:
         url = self.stack.config.url("gateway") + "/v1"
         client = OpenAI(base_url=url, api_key="none", max_retries=0, timeout=300)
         content = question if self.messages else f"{self.opening}\n{question}"
@@ -42,16 +44,22 @@ class Conversation:
             messages=self.messages,
             temperature=0,
             max_tokens=self.max_tokens,
-            extra_headers={"x-session-id": self.session, **headers},
+            extra_headers={"x-session-id": self.session},
+            **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
         )
         answer = raw.parse()
-        text = answer.choices[0].message.content
+        if stream:
+            chunks = list(answer)
+            text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+            usage = chunks[-1].usage
+        else:
+            text, usage = answer.choices[0].message.content, answer.usage
         self.messages.append({"role": "assistant", "content": text})
-        details = answer.usage.prompt_tokens_details
+        details = usage.prompt_tokens_details
         return Reply(
             text,
             dict(raw.headers),
-            answer.usage.prompt_tokens,
+            usage.prompt_tokens,
             (details.cached_tokens or 0) if details else 0,
         )
 

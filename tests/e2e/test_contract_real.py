@@ -8,7 +8,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.contract.suite import *  # noqa: E402, F403
+from tests.contract.suite import *  # noqa: F403
 
 pytestmark = pytest.mark.e2e
 

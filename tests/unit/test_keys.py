@@ -39,7 +39,9 @@ def test_parity_with_sglang(sglang_keys, tokens, page_size, extra_key, salt):
     assert page_keys(tokens, page_size, namespace) == sglang_keys(tokens, page_size, namespace)
 
 
-@given(tokens=st.lists(st.integers(0, 99), min_size=4, max_size=40), a=names, b=salts, c=names, d=salts)
+@given(
+    tokens=st.lists(st.integers(0, 99), min_size=4, max_size=40), a=names, b=salts, c=names, d=salts
+)
 def test_namespaces_never_share_a_key(tokens, a, b, c, d):
     one, other = Namespace(a, b), Namespace(c, d)
     shared = set(page_keys(tokens, 4, one)) & set(page_keys(tokens, 4, other))

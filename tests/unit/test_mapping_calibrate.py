@@ -37,7 +37,9 @@ def write_model(folder, layers: int, seed: int) -> None:
         max_position_embeddings=4096,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "user", "assistant", *WORDS])}
+    vocabulary = {
+        word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "user", "assistant", *WORDS])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
@@ -89,7 +91,12 @@ def test_auto_distils_and_is_evaluated(pair, monkeypatch) -> None:
     assert manifest.parameters <= 0.4 * target.layer_parameters()
 
     report = evaluate.run(
-        pair / "small", pair / "large", [out], pair / "talks.jsonl", pair / "report", conversations=4
+        pair / "small",
+        pair / "large",
+        [out],
+        pair / "talks.jsonl",
+        pair / "report",
+        conversations=4,
     )
     measured = report["dialogues"]
     assert measured["floor: identity"]["tail 1"]["kl"] == pytest.approx(0, abs=1e-6)
@@ -103,12 +110,20 @@ def test_an_exact_map_keeps_every_answer(pair) -> None:
     folder = pair / "tasks"
     folder.mkdir()
     items = [
-        {"question": say(generator, 12), "choices": [say(generator, n) for n in (1, 2, 3)], "label": 1}
+        {
+            "question": say(generator, 12),
+            "choices": [say(generator, n) for n in (1, 2, 3)],
+            "label": 1,
+        }
         for _ in range(70)
     ]
     (folder / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, items)))
     spans = [
-        {"context": say(generator, 20), "question": say(generator, 4), "answers": [say(generator, 1)]}
+        {
+            "context": say(generator, 20),
+            "question": say(generator, 4),
+            "answers": [say(generator, 1)],
+        }
         for _ in range(70)
     ]
     (folder / "squad.jsonl").write_text("\n".join(map(json.dumps, spans)))
@@ -119,7 +134,9 @@ def test_an_exact_map_keeps_every_answer(pair) -> None:
         conversations=2, data=folder, items=8,
     )  # fmt: skip
     choice = report["tasks"]["arc_easy"]
-    assert choice["exact"]["accuracy"] == choice["target"]["accuracy"] == choice["source"]["accuracy"]
+    assert (
+        choice["exact"]["accuracy"] == choice["target"]["accuracy"] == choice["source"]["accuracy"]
+    )
     assert choice["shortest_prompt"] >= 512
     assert report["tasks"]["squad"]["items"] == 8
     assert report["dialogues"]["exact"]["tail 64"]["kl"] == pytest.approx(0, abs=1e-6)
@@ -154,7 +171,9 @@ def test_a_finished_pass_is_resumed_without_running_the_models(pair, monkeypatch
     seen = []
     capture = calibrate.capture
     monkeypatch.setattr(
-        calibrate, "capture", lambda s, t, documents, *n: (seen.append(len(documents)), capture(s, t, documents, *n))[1]
+        calibrate,
+        "capture",
+        lambda s, t, documents, *n: (seen.append(len(documents)), capture(s, t, documents, *n))[1],
     )
     second = Artifact.load(fit(pair, "again", method="head-local", k=1))
     assert seen[0] == 0 and before.rows == second.manifest.calibration.rows

@@ -144,7 +144,9 @@ def fit(source, target, head_local: bool) -> tuple[KVMap, CacheMap]:
     }
     norms = None
     if hasattr(target.model.layers[0].self_attn, "k_norm"):
-        norms = torch.stack([layer.self_attn.k_norm.weight for layer in target.model.layers]).detach()
+        norms = torch.stack(
+            [layer.self_attn.k_norm.weight for layer in target.model.layers]
+        ).detach()
     cache_map = CacheMap(maps["k"], maps["v"], norms)
     return KVMap(cache_map, *rotaries), cache_map
 

@@ -28,7 +28,12 @@ YARN = {
     "beta_slow": 1.0,
     "llama_4_scaling_beta": 0.1,
 }
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "max_position_embeddings": 2048}
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
 CONFIGS = {
     "llama3": LlamaConfig(**SMALL, rope_parameters=LLAMA3),
     "qwen3": Qwen3Config(**SMALL),
@@ -82,7 +87,11 @@ def test_partial_rotation_leaves_the_rest() -> None:
         GPTNeoXConfig(
             hidden_size=64,
             num_attention_heads=4,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            rope_parameters={
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+            },
         )
     )
     k, positions = keys(0, 4), torch.arange(9, 13)

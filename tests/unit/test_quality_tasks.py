@@ -20,11 +20,20 @@ def words(text: str) -> int:
 @pytest.fixture
 def folder(tmp_path):
     rows = [
-        {"question": f"what is number {i} " + "x " * 20, "choices": ["one", "two", "three"], "label": i % 3}
+        {
+            "question": f"what is number {i} " + "x " * 20,
+            "choices": ["one", "two", "three"],
+            "label": i % 3,
+        }
         for i in range(90)
     ]
     (tmp_path / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    row = {"context": "The capital is Paris.", "question": "Which?", "answers": ["Paris"], "title": "t"}
+    row = {
+        "context": "The capital is Paris.",
+        "question": "Which?",
+        "answers": ["Paris"],
+        "title": "t",
+    }
     (tmp_path / "squad.jsonl").write_text("\n".join([json.dumps(row)] * 80))
     return tmp_path
 
@@ -45,7 +54,12 @@ def test_only_tasks_that_are_there(folder) -> None:
 
 @pytest.mark.parametrize(
     ("spoken", "answer", "same"),
-    [(" The Paris.", "paris", True), ("3.5 km", "3.5 km", True), ("35 km", "3.5 km", False), ("", "paris", False)],
+    [
+        (" The Paris.", "paris", True),
+        ("3.5 km", "3.5 km", True),
+        ("35 km", "3.5 km", False),
+        ("", "paris", False),
+    ],
 )
 def test_spans_are_compared_as_squad_does(spoken: str, answer: str, same: bool) -> None:
     assert (normalise(spoken) == normalise(answer)) is same
@@ -72,6 +86,9 @@ def test_retention_and_share_of_the_gap() -> None:
 
 
 def test_the_shortest_tail_that_is_good_enough_is_chosen() -> None:
-    curve = {f"tail {tail}": {"kl": kl} for tail, kl in zip((1, 16, 32, 64, 128), (0.1, 0.05, 0.029, 0.02, 0.01), strict=True)}
+    curve = {
+        f"tail {tail}": {"kl": kl}
+        for tail, kl in zip((1, 16, 32, 64, 128), (0.1, 0.05, 0.029, 0.02, 0.01), strict=True)
+    }
     assert choose_tail(curve) == 32
     assert choose_tail({key: {"kl": 1.0} for key in curve}) == 128

@@ -207,6 +207,20 @@ def test_links_share_bytes_and_count_once(store):
     assert not store.link(LAYOUT, KEYS[2], KEYS[3])
 
 
+def test_a_bad_page_is_a_miss_under_every_key_linked_to_it(store):
+    store.put(LAYOUT, KEYS[0], page(5), Provenance.COMPUTED)
+    store.link(LAYOUT, KEYS[0], KEYS[1])
+    (file, _) = store.root.rglob("*.kv")
+    with file.open("r+b") as content:
+        content.seek(200)
+        content.write(b"\xff\xff")
+    assert store.get(LAYOUT, KEYS[0]) is None
+    assert store.prefix(LAYOUT, [KEYS[1]]) == 0
+    assert store.get(LAYOUT, KEYS[1]) is None
+    assert store.put(LAYOUT, KEYS[1], page(6), Provenance.COMPUTED)
+    assert torch.equal(store.get(LAYOUT, KEYS[1])[0], page(6))
+
+
 def test_a_page_larger_than_the_store_is_refused_not_fatal(tmp_path):
     tiny = DirectoryStore(tmp_path, 100)
     assert not tiny.put(LAYOUT, KEYS[0], page(), Provenance.COMPUTED)
