@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -41,7 +41,6 @@ class LayerPlan(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    form: Literal["affine", "mlp"] = "affine"
     head_local: bool
     layers: list[int]
     ridge: float | None = None

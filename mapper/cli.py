@@ -190,6 +190,35 @@ def calibrate(
     typer.echo(f"{folder}: `baton inspect` shows it, `baton mapper --artifact` serves it")
 
 
+@app.command("eval")
+def evaluate(
+    source: Annotated[Path, typer.Argument(help="Source model folder.")],
+    target: Annotated[Path, typer.Argument(help="Target model folder.")],
+    out: Annotated[Path, typer.Argument(help="Folder for report.json and plots.")],
+    artifact: Annotated[
+        list[Path],
+        typer.Option(help="Artifact to measure; repeatable; the first one gets the quality card."),
+    ],
+    dialogues: Annotated[
+        Path, typer.Option(help=".jsonl of {messages, split}; lines of the split heldout are used.")
+    ],
+    data: Annotated[
+        Path | None, typer.Option(help="Folder of JSONL task files; none: dialogues only.")
+    ] = None,
+    conversations: Annotated[int, typer.Option(help="Dialogues to measure at most.")] = 40,
+    items: Annotated[int, typer.Option(help="Questions a task.")] = 50,
+    tail: Annotated[int, typer.Option(help="Native tail of the task questions.")] = 64,
+) -> None:
+    """Measure what mapped caches do to answers, beside floors and controls, in one run."""
+    from mapper.quality.evaluate import run
+
+    with _reported():
+        run(
+            source, target, artifact, dialogues, out,
+            data=data, conversations=conversations, items=items, tail=tail,
+        )  # fmt: skip
+
+
 @app.command("plan")
 def show_plan(
     pair: Annotated[str, typer.Argument(help="A preset; an unknown name lists them.")],

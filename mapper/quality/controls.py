@@ -1,4 +1,4 @@
-"""What a map is compared with: floors it cannot beat, controls it must beat, and layer reuse."""
+"""What a map is compared with: floors it cannot beat, and controls it must beat."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mapper.artifact import Artifact
-from mapper.capture.model import CapturedModel, Prefill
+from mapper.capture.model import Prefill
 from mapper.methods.base import AffineMap, CacheMap, KVMap
 from mapper.quality.divergence import Prefix, with_sink
 
@@ -22,7 +22,7 @@ def identity(theirs: Prefill, own: Prefill, index: int) -> tuple[torch.Tensor, t
     return own.k, own.v
 
 
-def splice(theirs: Prefill, own: Prefill, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+def rounded(theirs: Prefill, own: Prefill, index: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Floor: the target's own cache after a bfloat16 round trip, as between two bf16 workers."""
     return own.k.bfloat16().float(), own.v.bfloat16().float()
 
@@ -67,22 +67,6 @@ def random_map(artifact: Artifact) -> Prefix:
     noisy = CacheMap([noise(one) for one in maps.k], [noise(one) for one in maps.v], maps.key_norms)
     same = Artifact(artifact.manifest, noisy, (torch.empty(0), torch.empty(0)))
     return _through(same.compile())
-
-
-def layer_reuse(target: CapturedModel, recompute: Sequence[int]) -> Prefix:
-    """For identical architectures: the source's cache in all layers but `recompute`, which hold
-    the target's exact one (the manner of DroidSpeak: recomputed layers need the source's hidden
-    states there; taking the exact cache is the most favourable reading of it)."""
-    keep = torch.zeros(target.spec.layers, dtype=torch.bool)
-    keep[list(recompute)] = True
-    mask = keep[:, None, None, None]
-
-    def prefix(theirs: Prefill, own: Prefill, index: int):
-        return with_sink(
-            (torch.where(mask, own.k, theirs.k), torch.where(mask, own.v, theirs.v)), own
-        )
-
-    return prefix
 
 
 def _through(kv_map: KVMap) -> Prefix:

@@ -111,7 +111,7 @@ def _dialogues(models, loaded: dict[str, Artifact], talks) -> dict[str, Any]:
     first = next(iter(loaded.values()))
     prefixes = {
         "floor: identity": controls.identity,
-        "floor: bf16 splice": controls.splice,
+        "floor: bf16 round trip": controls.rounded,
         "control: raw": controls.raw,
         "control: zero": controls.zero,
         "control: wrong document": controls.wrong_document(first, judge.prefills),
