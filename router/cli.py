@@ -44,13 +44,10 @@ def serve(
 ) -> None:
     """Run the gateway."""
     from router.serve import run
-    from router.settings import ConfigError, load
+    from router.settings import load
 
-    try:
+    with _config_errors():
         settings = load(config)
-    except ConfigError as error:
-        typer.echo(f"baton: {error}", err=True)
-        raise typer.Exit(2) from None
     raise typer.Exit(run(settings))
 
 
@@ -59,13 +56,10 @@ def check_config(
     config: Annotated[Path, typer.Argument(help="The gateway's YAML file.")],
 ) -> None:
     """Validate a configuration: says file, key and what is allowed; starts nothing."""
-    from router.settings import ConfigError, load
+    from router.settings import load
 
-    try:
+    with _config_errors():
         settings = load(config)
-    except ConfigError as error:
-        typer.echo(f"baton: {error}", err=True)
-        raise typer.Exit(2) from None
     tiers = ", ".join(f"{worker.name} ({worker.tier})" for worker in settings.workers)
     typer.echo(f"{config}: good; workers: {tiers}")
 
@@ -97,7 +91,7 @@ def create_key(
     from router.auth import keys
 
     expires = datetime.now(UTC) + timedelta(days=days) if days else None
-    with _key_errors():
+    with _config_errors():
         print(keys.create(file, tenant, models=model, policies=policy, expires=expires))
 
 
@@ -107,7 +101,7 @@ def list_keys(file: KeysOption) -> None:
     from router.auth import keys
 
     table = Table("id", "tenant", "models", "policies", "expires", "revoked")
-    with _key_errors():
+    with _config_errors():
         for key in keys.list_keys(file):
             table.add_row(
                 key.id,
@@ -128,14 +122,14 @@ def revoke_key(
     """End a key. Running gateways refuse it within a moment."""
     from router.auth import keys
 
-    with _key_errors():
+    with _config_errors():
         if not keys.revoke(file, key_id):
             typer.echo(f"baton: {file} has no working key {key_id!r}", err=True)
             raise typer.Exit(1)
 
 
 @contextmanager
-def _key_errors() -> Iterator[None]:
+def _config_errors() -> Iterator[None]:
     from router.settings import ConfigError
 
     try:

@@ -97,12 +97,10 @@ class PageLayout:
     def object_bytes(self) -> int:
         return HEADER_BYTES + self.payload_bytes
 
-    def header(self, payload: memoryview, provenance: Provenance) -> bytes:
-        """The header of a page with this payload."""
-        unsigned = _HEADER.pack(
-            MAGIC,
-            VERSION,
-            bytes.fromhex(self.fingerprint),
+    @property
+    def _shape_fields(self) -> tuple[int, ...]:
+        """What the header says of the payload's shape, in its order."""
+        return (
             self.layers,
             self.kv_heads,
             self.rank * self.heads,
@@ -110,6 +108,15 @@ class PageLayout:
             self.head_dim,
             _DTYPE_CODES[self.dtype],
             self.page_size,
+        )
+
+    def header(self, payload: memoryview, provenance: Provenance) -> bytes:
+        """The header of a page with this payload."""
+        unsigned = _HEADER.pack(
+            MAGIC,
+            VERSION,
+            bytes.fromhex(self.fingerprint),
+            *self._shape_fields,
             provenance,
             self.payload_bytes,
             bytes(32),
@@ -155,17 +162,8 @@ class PageLayout:
             raise BadPage("version", f"format {version}; this build reads {VERSION}")
         if fingerprint.hex() != self.fingerprint:
             raise BadPage("foreign", f"made by {fingerprint.hex()}, not {self.fingerprint}")
-        expected = (
-            self.layers,
-            self.kv_heads,
-            self.rank * self.heads,
-            self.heads,
-            self.head_dim,
-            _DTYPE_CODES[self.dtype],
-            self.page_size,
-        )
-        if fields[3:10] != expected or fields[11] != self.payload_bytes:
-            raise BadPage("foreign", f"shape {fields[3:10]}, expected {expected}")
+        if fields[3:10] != self._shape_fields or fields[11] != self.payload_bytes:
+            raise BadPage("foreign", f"shape {fields[3:10]}, expected {self._shape_fields}")
         if size != self.object_bytes:
             raise BadPage("truncated", f"{size} bytes, expected {self.object_bytes}")
         try:
