@@ -279,7 +279,7 @@ def test_malformed_requests_are_refused(node, change):
     assert node.client.post("/v1/transfers", json=REQUEST | change).status_code == 422
 
 
-def test_an_error_answers_fallback_and_logs_no_tokens(node, monkeypatch, capsys):
+def test_an_error_answers_fallback_and_logs_no_tokens(capsys, node, monkeypatch):
     node.compute("small", range(10))
     marked = [424242, *IDS[1:]]
 
