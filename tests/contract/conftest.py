@@ -1,11 +1,6 @@
-"""Makes `tests` importable however pytest is started, and gives the suite a gateway."""
-
-import sys
-from pathlib import Path
+"""Gives the suite a gateway."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(scope="module")

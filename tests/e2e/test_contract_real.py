@@ -1,12 +1,7 @@
 """The same suite of the official client, against real SGLang workers behind the gateway."""
 
-import sys
-from pathlib import Path
-
 import openai
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.contract.suite import *  # noqa: F403
 

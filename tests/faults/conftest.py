@@ -1,11 +1,6 @@
-"""Makes `tests` importable however pytest is started, and builds gateways to break."""
-
-import sys
-from pathlib import Path
+"""Builds gateways to break."""
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture

@@ -1,8 +1,6 @@
 """Session stores, and the digest that finds a conversation again."""
 
 import asyncio
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,8 +11,6 @@ from router.metrics import Metrics
 from router.sessions import identity
 from router.sessions.memory import MemoryStore
 from router.sessions.redis import RedisStore
-
-sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 @pytest.fixture(scope="module")
