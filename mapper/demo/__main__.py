@@ -83,6 +83,9 @@ def distill(
     prose_share: Annotated[
         float, typer.Option(help="Share of training rows that are prose.")
     ] = 0.6,
+    published: Annotated[
+        bool, typer.Option(help="Start from the recipe's present update instead of from nothing.")
+    ] = False,
     seed: int = 0,
 ) -> None:
     """Heal the pruned model by distillation, then `publish` the update."""
@@ -95,6 +98,7 @@ def distill(
         ),
         work,
         prose,
+        published,
     )
     publish(work)
 
@@ -102,7 +106,7 @@ def distill(
 @app.command()
 def publish(work: Work = Path("work/distill")) -> None:
     """Put the update of the latest checkpoint into the recipe; what `build` makes changes with it."""
-    from .card import TRAINING_FILE
+    from .distill import TRAINING_FILE
     from .gguf_source import file_sha256
     from .update import UPDATE_FILE, Recipe
 

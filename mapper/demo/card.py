@@ -20,6 +20,7 @@ from transformers import (
 
 from . import evaluate, prompts, texts
 from .dialogues import load_dialogues
+from .distill import TRAINING_FILE
 from .gguf_source import file_sha256
 from .models import build_large, build_small
 from .prune import REPORT_FILE
@@ -29,7 +30,6 @@ Found = TypeVar("Found", float, str)
 
 CARD_JSON = FOLDER / "small_card.json"
 CARD_MARKDOWN = FOLDER / "SMALL_MODEL.md"
-TRAINING_FILE = FOLDER / "small_training.json"
 VERDICTS_FILE = FOLDER / "verdicts.json"
 
 RUBRIC = (

@@ -23,7 +23,7 @@ from .sampling import GROUPED_ATTENTION, Sampling, sample
 FOLDER = Path(__file__).parent
 DIALOGUES_FILE = FOLDER / "dialogues.jsonl"
 PROSE_FILE = FOLDER / "prose.jsonl"
-MAX_BYTES = 1_500_000
+MAX_BYTES = 3_000_000
 
 ANSWER = Sampling(max_new_tokens=192, temperature=0.7)
 QUESTION = Sampling(max_new_tokens=48, temperature=1.0, top_k=100)

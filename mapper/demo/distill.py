@@ -15,10 +15,13 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from . import texts
+from .dialogues import ANSWER
 from .divergence import Candidates, forward_kl
 from .models import build_large
 from .student import Student
-from .update import Recipe, save_update
+from .update import FOLDER, Recipe, load_update, save_update
+
+TRAINING_FILE = FOLDER / "small_training.json"
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,12 @@ class Trainer:
             "earlier_stages": earlier,
         }
 
+    def start_from(self, update: dict[str, torch.Tensor]) -> None:
+        """Takes an earlier update as its first step; the optimiser starts afresh."""
+        for name, value in self.parameters.items():
+            value.data.copy_(update[name])
+            self.average[name].copy_(update[name])
+
     def save(self, path: Path) -> None:
         tensors = {f"now/{name}": value.detach() for name, value in self.parameters.items()}
         tensors |= {f"average/{name}": value for name, value in self.average.items()}
@@ -118,8 +127,17 @@ class Trainer:
                 }
 
 
-def distill(training: Training, work: Path, prose: Path | None, save_every: int = 50) -> Path:
-    """Trains, or goes on from the checkpoint in `work`; leaves `update.safetensors` there, fresh at each checkpoint."""
+def distill(
+    training: Training,
+    work: Path,
+    prose: Path | None,
+    published: bool = False,
+    save_every: int = 50,
+) -> Path:
+    """Trains, or goes on from the checkpoint in `work`; leaves `update.safetensors` there, fresh at each checkpoint.
+
+    With `published`, and no checkpoint yet, the recipe's present update is where training starts.
+    """
     work.mkdir(parents=True, exist_ok=True)
     folder = build_large()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -134,6 +152,10 @@ def distill(training: Training, work: Path, prose: Path | None, save_every: int 
     if checkpoint.exists():
         trainer.load(checkpoint)
         before = json.loads(summary_file.read_text())
+        earlier = [*before.pop("earlier_stages"), before]
+    elif published:
+        trainer.start_from(load_update(recipe))
+        before = json.loads(TRAINING_FILE.read_text())
         earlier = [*before.pop("earlier_stages"), before]
     sources = training_sources(tokenizer, training, prose)
     counts = torch.bincount(
@@ -155,7 +177,9 @@ def distill(training: Training, work: Path, prose: Path | None, save_every: int 
         smooth = None
         while trainer.step < training.steps:
             started = time.monotonic()
-            loss = train_step(student, candidates, next(batches))
+            ids, names = next(batches)
+            sharpness = target_sharpness(tokenizer, ids, names)
+            loss = train_step(student, candidates, ids, sharpness)
             trainer.update()
             trainer.seconds += time.monotonic() - started
             smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
@@ -191,10 +215,24 @@ def training_sources(
     }
 
 
-def train_step(student: Student, candidates: Candidates, ids: torch.Tensor) -> float:
+def target_sharpness(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Tensor:
+    """What the teacher's logits are multiplied by, [rows, length]: 1, and 1 / temperature where it wrote an answer.
+
+    The answers were sampled at that temperature, so this is the distribution that they were drawn from
+    (sequence-level distillation, Kim and Rush 2016, with the soft targets kept).
+    """
+    dialogue = torch.tensor([name == "dialogues" for name in names])[:, None]
+    answers = dialogue & texts.answer_positions(tokenizer, ids)
+    return torch.where(answers, 1 / ANSWER.temperature, 1.0)
+
+
+def train_step(
+    student: Student, candidates: Candidates, ids: torch.Tensor, sharpness: torch.Tensor
+) -> float:
     parting, wanted = student.teach(ids)
     chosen, log_weight = candidates.draw(ids)
     head = student.teacher.lm_head.weight[chosen]
+    wanted = (wanted.float() * sharpness[..., None]).to(wanted.dtype)
     loss = forward_kl(student.follow(parting), wanted, head, log_weight)
     loss.backward()
     return loss.item()

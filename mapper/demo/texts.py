@@ -35,8 +35,23 @@ def _pack(tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int) -> 
     return torch.tensor(ids[: count * length], dtype=torch.long).reshape(count, length)
 
 
+def answer_positions(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> torch.Tensor:
+    """Which positions of packed dialogue rows [rows, length] predict a token that an assistant's turn had sampled."""
+    start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+    (assistant,) = tokenizer("assistant", add_special_tokens=False).input_ids
+    places = torch.arange(ids.shape[1]).expand_as(ids)
+    opened, closed = (
+        torch.where(ids == mark, places, -1).cummax(1).values for mark in (start, end)
+    )
+    role = ids.gather(1, (opened + 1).clamp(max=ids.shape[1] - 1))
+    # the role and the line break after it are the template's; a row that begins inside a turn tells no role
+    return (opened > closed) & (role == assistant) & (places >= opened + 2)
+
+
 class Mixture:
     """Endless batches in which each source has a fixed share and no row returns before all others were drawn.
+
+    A batch is its rows [rows, length] and the source of each.
 
     The draws depend on the seed alone, so that a resumed run goes on with the rows it would have seen.
     """
@@ -49,13 +64,12 @@ class Mixture:
         self.chooser = random.Random(seed)
         self.left: dict[str, list[int]] = {name: [] for name in sources}
 
-    def __iter__(self) -> Iterator[torch.Tensor]:
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, list[str]]]:
         names = list(self.sources)
         shares = [share for _, share in self.sources.values()]
         while True:
-            yield torch.stack(
-                [self._row(name) for name in self.chooser.choices(names, shares, k=self.rows)]
-            )
+            chosen = self.chooser.choices(names, shares, k=self.rows)
+            yield torch.stack([self._row(name) for name in chosen]), chosen
 
     def _row(self, name: str) -> torch.Tensor:
         rows, _ = self.sources[name]

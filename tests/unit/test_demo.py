@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mapper.demo import card, dialogues, evaluate, models, prompts, prune, texts, update
-from mapper.demo.distill import Trainer, Training, train_step
+from mapper.demo.distill import Trainer, Training, target_sharpness, train_step
 from mapper.demo.divergence import Candidates, forward_kl
 from mapper.demo.sampling import GROUPED_ATTENTION
 from mapper.demo.student import Student
@@ -223,7 +224,7 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
     ) -> list[float]:
         losses = []
         for _ in range(steps):
-            losses.append(train_step(student, candidates, batch))
+            losses.append(train_step(student, candidates, batch, torch.ones(batch.shape)))
             trainer.update()
         return losses
 
@@ -266,12 +267,60 @@ def test_mixture_keeps_shares_and_sees_every_row_before_any_returns():
         "b": (torch.arange(1, 41).reshape(10, 4), 0.75),
     }
     batches = iter(texts.Mixture(sources, rows=20, seed=0))
-    drawn = torch.cat([next(batches) for _ in range(50)])
+    drawn_with_names = [next(batches) for _ in range(50)]
+    drawn = torch.cat([rows for rows, _ in drawn_with_names])
+    names = [name for _, names in drawn_with_names for name in names]
+    assert [name == "b" for name in names] == (drawn[:, 0] > 0).tolist()
     from_b = drawn[drawn[:, 0] > 0]
     assert 0.70 < len(from_b) / len(drawn) < 0.80
     assert len({row[0].item() for row in from_b[:10]}) == 10
     again = iter(texts.Mixture(sources, rows=20, seed=0))
-    assert torch.equal(next(again), drawn[:20])
+    assert torch.equal(next(again)[0], drawn[:20])
+
+
+class ChatMarks:
+    """Stands for a tokenizer whose marks are 1 and 2 and whose word for the assistant is 50."""
+
+    def convert_tokens_to_ids(self, tokens):
+        return [1, 2]
+
+    def __call__(self, text, add_special_tokens):
+        return SimpleNamespace(input_ids=[50])
+
+
+def test_only_tokens_that_were_sampled_as_answers_are_taught_at_the_sampling_temperature():
+    #    ... in a turn  user ......... end  \n  assistant .... end \n  user
+    row = [60, 50, 2, 9, 1, 40, 9, 61, 62, 2, 9, 1, 50, 9, 63, 64, 2, 9, 1, 40]
+    ids = torch.tensor([row, row])
+    sharpness = target_sharpness(ChatMarks(), ids, ["dialogues", "prose"])
+    answers = torch.tensor([13, 14, 15])  # they predict 63, 64 and the end mark
+    assert sharpness[0, answers].tolist() == pytest.approx([1 / dialogues.ANSWER.temperature] * 3)
+    others = torch.ones(len(row), dtype=torch.bool).index_fill(0, answers, False)
+    assert (sharpness[0, others] == 1).all() and (sharpness[1] == 1).all()
+
+
+def test_a_sharper_target_is_what_the_student_learns():
+    teacher = tiny()
+    student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    candidates = Candidates(torch.ones(96), 96, 0, 0)
+    with torch.no_grad():
+        parting, wanted = student.teach(IDS)
+        head = teacher.lm_head.weight
+        target = (2 * (wanted @ head.T)).log_softmax(-1)
+        found = (student.follow(parting) @ head.T).log_softmax(-1)
+        expected = (target.exp() * (target - found)).sum(-1).mean().item()
+    loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0))
+    assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def test_training_goes_on_from_an_earlier_update(trained):
+    teacher, student = trained
+    fresh = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    trainer = Trainer(fresh, Training(rank=3))
+    trainer.start_from(student.parameters())
+    for name, value in student.parameters().items():
+        assert torch.equal(fresh.parameters()[name], value)
+        assert torch.equal(trainer.average[name], value)
 
 
 def test_dialogues_file_is_small_alternates_and_never_asks_a_judged_prompt():
