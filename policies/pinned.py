@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from policies.base import Decision, Economics, Frozen, Kv, SessionView, Tier, Turn
+from policies.base import Decision, Economics, Kv, Policy, SessionView, Tier, Turn
 
 
-class Pinned(Frozen):
+class Pinned(Policy):
     kind: Literal["pinned"] = "pinned"
     tier: Tier = "small"
-    fail_open: Literal["small", "large", "none"] = "large"
     kv: Kv = "map"
 
     def decide(self, turn: Turn, session: SessionView, economics: Economics) -> Decision:

@@ -6,14 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from policies.base import Decision, Economics, Frozen, Kv, SessionView, Turn
+from policies.base import Decision, Economics, Kv, Policy, SessionView, Turn
 
 
-class Turns(Frozen):
+class Turns(Policy):
     kind: Literal["turns"] = "turns"
     escalate_at: int = Field(default=3, ge=1)
     downgrade_at: int | None = Field(default=None, ge=2)
-    fail_open: Literal["small", "large", "none"] = "large"
     kv: Kv = "map"
 
     @model_validator(mode="after")
