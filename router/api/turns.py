@@ -12,7 +12,7 @@ from router.api import schema
 from router.errors import ApiError
 from router.gateway import Gateway
 from router.turns.exchange import Exchange
-from router.turns.turn import Incoming
+from router.turns.incoming import Incoming
 from router.workers.worker import CHAT, COMPLETIONS
 
 SCHEMAS: dict[str, type[schema.Sampling]] = {

@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope, Send
 
 from router.errors import ApiError
 from router.gateway import Gateway
+from router.turns.incoming import Incoming
 from router.turns.relay import ClientGone
-from router.turns.turn import Incoming, Turn
+from router.turns.turn import Turn
 
 CLIENT_GONE = 499
 _TOO_LONG = (504, "The request took too long.")

@@ -1,0 +1,43 @@
+"""What a request asks for beside its body: a tier, a policy; and whether its key allows that."""
+
+from __future__ import annotations
+
+from router.errors import ApiError
+from router.settings import ALIASES, Tier
+from router.turns.incoming import Incoming
+from router.workers.pool import Pool
+
+
+def forced_tier(incoming: Incoming, pool: Pool) -> tuple[Tier, str] | None:
+    """A tier asked for by header, alias or model name goes before any policy.
+
+    Raises ApiError 400, 403 or 404.
+    """
+    principal = incoming.principal
+    model = incoming.body["model"]
+    if model not in ALIASES and pool.tier_of(model) is None:
+        raise ApiError(
+            404, f"The model {model!r} does not exist.", param="model", code="model_not_found"
+        )
+    if not principal.may_use_model(model):
+        raise ApiError(
+            403, f"This key may not use the model {model!r}.",
+            param="model", code="model_not_allowed",
+        )  # fmt: skip
+    header = incoming.headers.get("x-baton-tier")
+    if header:
+        if header not in ("small", "large"):
+            raise ApiError(400, "x-baton-tier is small or large.", param="x-baton-tier")
+        if not (
+            principal.may_use_model(header)
+            or principal.may_use_model(pool.models.get(header, header))
+        ):
+            raise ApiError(
+                403, f"This key may not use the {header} tier.", code="model_not_allowed"
+            )
+        return header, "header"
+    if model in ("small", "large"):
+        return model, "alias"
+    if model != "auto":
+        return pool.tier_of(model), "model"
+    return None
