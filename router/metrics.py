@@ -11,6 +11,7 @@ _TTFT_BUCKETS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120,
 )  # fmt: skip
 _TRANSFER_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_DECIDE_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.1, 1)
 MULTIPROC_DIR = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -34,6 +35,8 @@ class Metrics:
         self.registry = registry = CollectorRegistry()
         self.bounded_reason = Bounded()
         self.bounded_pair = Bounded()
+        # Policies name their rules, and thereby reasons.
+        self.bounded_decision = Bounded(256)
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -107,6 +110,48 @@ class Metrics:
             "Tokens by kind; basis is reported (by the worker) or counted (by the gateway).",
             "tier", "kind", "basis",
         )  # fmt: skip
+        self.decisions = counter(
+            "baton_policy_decisions_total",
+            "Decisions by policy, arm of a rollout (none without one), tier and reason.",
+            "policy", "arm", "tier", "stage", "reason",
+        )  # fmt: skip
+        self.shadow = counter(
+            "baton_policy_shadow_total",
+            "What a policy in shadow would have decided beside what was carried out.",
+            "policy", "tier", "shadow_tier",
+        )  # fmt: skip
+        self.decide_seconds = histogram(
+            "baton_policy_decide_seconds",
+            "Time of one decision: its inputs gathered, and the policy itself.",
+            _DECIDE_BUCKETS,
+            "policy",
+        )
+        self.policy_reloads = counter(
+            "baton_policy_reloads_total",
+            "Changed policy files by what became of them: taken, or refused as bad.",
+            "policy", "outcome",
+        )  # fmt: skip
+        self.policy_stale = gauge(
+            "baton_policy_stale",
+            "1 while a policy's file is bad and its last good version decides.",
+            "policy",
+            mode="livemax",
+        )
+        self.cascades = counter(
+            "baton_cascade_total",
+            "Cascade turns by what became of the small tier's answer, and why.",
+            "outcome", "reason",
+        )  # fmt: skip
+        self.cascade_wait = histogram(
+            "baton_cascade_hold_seconds",
+            "How much later the client's first byte came because of the cascade: the small "
+            "tier's answer held back (kept), or all the time spent on it (escalated, failed).",
+            _TTFT_BUCKETS,
+            "outcome",
+        )  # fmt: skip
+        self.money = counter(
+            "baton_money_total", "What turns cost by the prices in the settings.", "tier"
+        )
         self.worker_requests = counter(
             "baton_worker_requests_total", "Requests to workers by outcome.", "worker", "outcome"
         )

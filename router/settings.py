@@ -68,6 +68,8 @@ class Worker(Section):
     # Sent to the worker as a bearer token, in place of anything the client sent.
     api_key_file: Path | None = None
     health_path: str = Field(default="/health", pattern=r"^/")
+    # The longest prompt and answer together; null asks the worker.
+    context_tokens: int | None = Field(default=None, ge=1)
 
 
 class Limits(Section):
@@ -141,6 +143,61 @@ class Sessions(Section):
     ttl_seconds: int = Field(default=24 * 3600, ge=1)
 
 
+class Drift(Section):
+    # Nats per token, summed over a lineage's turns since it was exact; past it the session's
+    # next turn is prefilled natively.
+    budget_nats: float = Field(default=0.5, ge=0)
+    # What a turn on mapped KV is charged until an audit has measured some.
+    expected_nats: float = Field(default=0.1, ge=0)
+    # Share of the turns on mapped KV that are audited, for all policies and by a policy's name.
+    audit_rate: float = Field(default=0.1, ge=0, le=1)
+    audit_rates: dict[str, Annotated[float, Field(ge=0, le=1)]] = {}
+    # A turn whose lineage holds at least so many mapped tokens is always audited; null for never.
+    audit_above_tokens: int | None = Field(default=512, ge=0)
+    audit_concurrency: int = Field(default=1, ge=1)
+    audit_queue: int = Field(default=64, ge=1)
+    # How long an audit waits for its worker to be idle before it is dropped.
+    audit_wait_seconds: float = Field(default=10.0, ge=0)
+    # An audit prefills so many tokens at a time and lets waiting turns pass in between.
+    audit_piece_tokens: int = Field(default=256, ge=16)
+    audit_priority: int = Field(default=-10, le=0)
+    # Map pages to the large model ahead of a switch that is at least this probable; null for
+    # never. The probability is a policy's score `switch_probability`, else the value here.
+    ahead_above: float | None = Field(default=0.5, gt=0, le=1)
+    switch_probability: float = Field(default=0.0, ge=0, le=1)
+    ahead_deadline_ms: int = Field(default=10_000, ge=1)
+    # Pages mapped ahead that no turn has used by then are counted as wasted.
+    ahead_wasted_seconds: float = Field(default=600.0, gt=0)
+
+
+class Price(Section):
+    """Money per million tokens."""
+
+    prompt: float = Field(ge=0)
+    # Prompt tokens that the worker had in its cache; null for the price of all others.
+    cached: float | None = Field(default=None, ge=0)
+    completion: float = Field(ge=0)
+
+    @property
+    def of_cached(self) -> float:
+        return self.prompt if self.cached is None else self.cached
+
+
+class Prices(Section):
+    small: Price | None = None
+    large: Price | None = None
+
+    def of(self, tier: Tier) -> Price | None:
+        return self.small if tier == "small" else self.large
+
+
+class Decisions(Section):
+    # One JSON object a decision, which `baton tune` and `baton replay` read; null for none.
+    log_file: Path | None = None
+    # Adds what users wrote to that file, in plain text.
+    log_text: bool = False
+
+
 class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="BATON_",
@@ -168,6 +225,9 @@ class Settings(BaseSettings):
     retries: Retries = Retries()
     pool: Pool = Pool()
     sessions: Sessions = Sessions()
+    prices: Prices = Prices()
+    decisions: Decisions = Decisions()
+    drift: Drift = Drift()
 
     @classmethod
     def settings_customise_sources(
@@ -309,7 +369,7 @@ def _explain(item: Any) -> str:
 
 
 def _allowed(loc: tuple[Any, ...]) -> list[str]:
-    sections = {"workers": Worker}
+    sections = {"workers": Worker, "small": Price, "large": Price}
     model: Any = Settings
     for part in loc:
         if isinstance(part, str):

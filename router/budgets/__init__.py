@@ -1,0 +1,1 @@
+"""What turns cost, and what each tenant has spent today."""
