@@ -12,7 +12,7 @@ from policies.base import (
     Turn,
 )
 from policies.cascade import Cascade, Signals, Verdict, escalate, signals
-from policies.load import PolicyError, from_dict, from_file
+from policies.load import PolicyError, from_dict, from_file, json_schema, watched_files
 
 __all__ = [
     "Cascade",
@@ -31,5 +31,7 @@ __all__ = [
     "escalate",
     "from_dict",
     "from_file",
+    "json_schema",
     "signals",
+    "watched_files",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from policies.cascade import Cascade
 
@@ -162,9 +162,26 @@ class Probe(Frozen):
     reason: Word | None = None
     task: Task | None = None
     # Fields of Turn, SessionView and Economics other than their defaults.
-    turn: dict = Field(default_factory=dict)
-    session: dict = Field(default_factory=dict)
-    economics: dict = Field(default_factory=dict)
+    turn: dict[str, Any] = Field(default_factory=dict)
+    session: dict[str, Any] = Field(default_factory=dict)
+    economics: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        try:
+            self.inputs()
+        except ValidationError as error:
+            faults = (f"{item['loc'][0]}: {item['msg']}" for item in error.errors())
+            raise ValueError(f"{error.title}: {'; '.join(faults)}") from None
+        return self
+
+    def inputs(self) -> tuple[Turn, SessionView, Economics]:
+        turn = {"number": 1, "messages": 1, "prompt_chars": len(self.text), "text": self.text}
+        return (
+            Turn.model_validate(turn | self.turn),
+            SessionView.model_validate(self.session),
+            Economics.model_validate(self.economics),
+        )
 
 
 class Policy(Frozen):

@@ -40,8 +40,8 @@ class Verdict(BaseModel):
     escalate: bool
     # "low_logprob", "margin", "score", ... or "confident".
     reason: str
-    # Probability that the large tier would do better, where a learned score is set.
-    probability: float | None = None
+    # Quality expected of the large tier less that of this answer, where a score is set.
+    gain: float | None = None
 
 
 class Cascade(BaseModel):
@@ -61,9 +61,9 @@ class Cascade(BaseModel):
     # Escalate when a signal is below, or above, its bound.
     below: dict[Signal, float] = Field(default_factory=dict)
     above: dict[Signal, float] = Field(default_factory=dict)
-    # Learned by `baton tune`: probability from the signals; escalate above `threshold`.
+    # Learned by `baton tune`: expected gain from the signals; escalate above `threshold`.
     score: Calibrated | None = None
-    threshold: float = Field(default=0.5, ge=0, le=1)
+    threshold: float = Field(default=0.0, ge=-1, le=1)
     # How the large tier gets the prompt's KV when the judgement is to escalate.
     kv: Literal["map", "native", "hybrid"] = "map"
 
@@ -82,16 +82,16 @@ class Cascade(BaseModel):
     def judge(self, signals: Signals) -> Verdict:
         """Pure: the same signals give the same verdict. An unmeasured signal never escalates."""
         values = {name: getattr(signals, name) for name in SIGNALS}
-        probability = None
+        gain = None
         if self.score is not None and all(values[name] is not None for name in self.score.weights):
-            probability = self.score.probability(values)
+            gain = self.score.gain(values)
         for bounds, sign in ((self.below, 1), (self.above, -1)):
             for name, bound in bounds.items():
                 if values[name] is not None and sign * (bound - values[name]) > 0:
-                    return Verdict(escalate=True, reason=name, probability=probability)
-        if probability is not None and probability > self.threshold:
-            return Verdict(escalate=True, reason="score", probability=probability)
-        return Verdict(escalate=False, reason="confident", probability=probability)
+                    return Verdict(escalate=True, reason=name, gain=gain)
+        if gain is not None and gain > self.threshold:
+            return Verdict(escalate=True, reason="score", gain=gain)
+        return Verdict(escalate=False, reason="confident", gain=gain)
 
 
 def signals(
@@ -114,8 +114,8 @@ def signals(
 def escalate(decision: Decision, verdict: Verdict) -> Decision:
     """The decision once the small tier's answer was judged not to do."""
     scores = dict(decision.scores)
-    if verdict.probability is not None:
-        scores["cascade_probability"] = verdict.probability
+    if verdict.gain is not None:
+        scores["cascade_gain"] = verdict.gain
     return decision.model_copy(
         update={
             "tier": "large",

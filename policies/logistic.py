@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -28,7 +29,7 @@ class Calibrated(BaseModel):
     @field_validator("points")
     @classmethod
     def _rising(cls, points: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(points):
             if x1 <= x0 or y1 < y0:
                 raise ValueError("points must rise from left to right")
         if any(not 0 <= value <= 1 for point in points for value in point):
@@ -43,6 +44,13 @@ class Calibrated(BaseModel):
                 z += weight * value
         raw = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
         return self._calibrate(raw) if self.points else raw
+
+    def gain(self, features: Mapping[str, float]) -> float:
+        """Expected quality of the large tier less the small one's, -1 to 1.
+
+        For a score that was fitted to "the large model does better", ties counted half.
+        """
+        return 2 * self.probability(features) - 1
 
     def _calibrate(self, raw: float) -> float:
         points = self.points

@@ -1,0 +1,159 @@
+"""The policy that weighs quality against money and time, put together from its parts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from policies.base import (
+    Decision,
+    Economics,
+    Frozen,
+    Kv,
+    Policy,
+    SessionView,
+    Task,
+    Tier,
+    TierEconomics,
+    Turn,
+)
+from policies.cascade import Cascade
+from policies.costs import Switching
+from policies.features import features
+from policies.files import Model
+from policies.kv import KvChoice
+from policies.rules import Budgets, Rules
+from policies.stability import Stability, Wish
+from policies.tasks import task_class
+
+Gain = Annotated[float, Field(ge=-1, le=1)]
+
+
+class Classifier(Frozen):
+    """Expected gain of the large tier, from the turn alone; trained by `baton tune`."""
+
+    # A JSON file beside the policy, or the model itself.
+    model: Model
+    # Stands in for inputs that a turn comes without.
+    fill: dict[str, float] = Field(default_factory=dict)
+
+    def gain(self, turn: Turn) -> float:
+        return self.model.gain({**self.fill, **features(turn)})
+
+
+class Adaptive(Policy):
+    """Hard rules, then gain against bar, steadied; then the KV; then a cascade on small.
+
+    The gain is the classifier's, else `gain` by task class. The bar is the higher one of
+    `threshold` and, with `switching`, the gain at which the large tier pays.
+    """
+
+    kind: Literal["adaptive"] = "adaptive"
+    rules: Rules = Rules()
+    budgets: Budgets | None = None
+    classifier: Classifier | None = None
+    gain: dict[Task, Gain] = Field(default_factory=dict)
+    threshold: Gain | None = None
+    switching: Switching | None = None
+    stability: Stability = Stability()
+    kv: KvChoice = KvChoice()
+    cascade: Cascade | None = None
+
+    @model_validator(mode="after")
+    def _has_a_bar(self) -> Self:
+        if self.threshold is None and self.switching is None:
+            raise ValueError("set threshold, switching or both: what the gain is compared with")
+        return self
+
+    @property
+    def needs_prompt_logprob(self) -> bool:
+        return self.classifier is not None and "prompt_logprob" in self.classifier.model.weights
+
+    def decide(self, turn: Turn, session: SessionView, economics: Economics) -> Decision:
+        task = task_class(turn)
+        ruling = self.budgets.rule(session) if self.budgets is not None else None
+        ruling = ruling or self.rules.rule(turn, session, economics)
+        if ruling is not None:
+            return Decision(
+                tier=ruling.tier,
+                stage=ruling.stage,
+                reason=ruling.reason,
+                rejection=ruling.rejection,
+                kv=self._kv(ruling.tier, task, session, economics),
+                task=task,
+                memory=session.memory,
+            )
+        gain = self._gain(turn, task)
+        bar, scores = self._bar(turn, session, economics, task)
+        wish = self.stability.settle(gain, bar, session)
+        tier, stage, reason = wish.tier, self._stage, wish.reason
+        if reason in ("min_stay", "latched"):
+            stage = "stability"
+        if barred := self.rules.barred(tier, session, economics):
+            tier, stage, reason = "small" if tier == "large" else "large", "rules", barred
+        judged = tier == "small" and barred is None and self._may_escalate(wish, session, economics)
+        return Decision(
+            tier=tier,
+            stage=stage,
+            reason=reason,
+            kv=self._kv(tier, task, session, economics),
+            task=task,
+            cascade=self._cascade(bar, task, session, economics) if judged else None,
+            memory=wish.memory,
+            escalated_memory=self._escalated(session) if judged else None,
+            scores={
+                "gain": gain,
+                "bar": bar,
+                "stay": session.stay,
+                "drift": session.drift,
+                "wishes": wish.memory.wishes,
+                **scores,
+            },
+        )
+
+    @property
+    def _stage(self) -> str:
+        return "classifier" if self.classifier is not None else "gain"
+
+    def _gain(self, turn: Turn, task: Task) -> float:
+        if self.classifier is not None:
+            return self.classifier.gain(turn)
+        return self.gain.get(task, 0.0)
+
+    def _bar(
+        self, turn: Turn, session: SessionView, economics: Economics, task: Task
+    ) -> tuple[float, dict[str, float]]:
+        if self.switching is None:
+            return self.threshold, {}
+        bar, scores = self.switching.bar(turn, session, economics, task, self.kv)
+        return bar if self.threshold is None else max(bar, self.threshold), scores
+
+    def _kv(self, tier: Tier, task: Task, session: SessionView, economics: Economics) -> Kv:
+        return self.kv.choose(task, session, economics.tiers.get(tier) or TierEconomics())[0]
+
+    def _may_escalate(self, wish: Wish, session: SessionView, economics: Economics) -> bool:
+        """A cascade ends on large: it is a switch unless the session is there already."""
+        if self.cascade is None:
+            return False
+        if not wish.free and session.tier == "small":
+            return False
+        return self.rules.barred("large", session, economics) is None
+
+    def _cascade(
+        self, bar: float, task: Task, session: SessionView, economics: Economics
+    ) -> Cascade:
+        threshold = self.cascade.threshold
+        if self.switching is not None:
+            threshold = max(threshold, bar)
+        return self.cascade.model_copy(
+            update={
+                "threshold": min(1.0, threshold),
+                "kv": self._kv("large", task, session, economics),
+            }
+        )
+
+    def _escalated(self, session: SessionView):
+        idle = session.idle_seconds >= self.stability.idle_seconds
+        before = session.memory if not idle else type(session.memory)()
+        return self.stability.remember(before, wants_large=True)

@@ -1,0 +1,54 @@
+"""Against ping-pong: minimum stay, hysteresis, a latch on the large tier, decay by idleness."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pydantic import Field
+
+from policies.base import Frozen, Memory, SessionView, Tier
+
+
+class Wish(NamedTuple):
+    """The tier that a turn gets, why, and what to remember of it."""
+
+    tier: Tier
+    reason: str
+    memory: Memory
+    # Whether a change of tier is open to this turn at all.
+    free: bool
+
+
+class Stability(Frozen):
+    # Turns that a session stays after a switch before the policy may switch it again.
+    min_stay: int = Field(default=2, ge=1)
+    # Gain beyond the bar, either way, that a switch takes.
+    hysteresis: float = Field(default=0.0, ge=0, le=1)
+    # So many turns in a row that wanted the large tier keep the session there.
+    latch_after: int | None = Field(default=2, ge=1)
+    # A pause after which stay and latch are forgotten: the workers' caches are as well.
+    idle_seconds: float = Field(default=900.0, gt=0)
+
+    def settle(self, gain: float, bar: float, session: SessionView) -> Wish:
+        """From the expected gain of the large tier, and the bar at which it pays."""
+        idle = session.idle_seconds >= self.idle_seconds
+        memory = Memory() if idle else session.memory
+        margin = {None: 0.0, "small": self.hysteresis, "large": -self.hysteresis}[session.tier]
+        wants_large = gain > bar + margin
+        memory = self.remember(memory, wants_large)
+        want: Tier = "large" if wants_large or memory.latched else "small"
+        free = self._free(session, idle)
+        if session.tier is not None and want != session.tier and not free:
+            return Wish(session.tier, "min_stay", memory, free)
+        if want == "large" and not wants_large:
+            return Wish("large", "latched", memory, free)
+        return Wish(want, "gain_above_bar" if wants_large else "gain_below_bar", memory, free)
+
+    def remember(self, memory: Memory, wants_large: bool) -> Memory:
+        wishes = memory.wishes + 1 if wants_large else 0
+        confirmed = self.latch_after is not None and wishes >= self.latch_after
+        return Memory(wishes=wishes, latched=memory.latched or confirmed)
+
+    def _free(self, session: SessionView, idle: bool) -> bool:
+        switched = session.switches_up + session.switches_down > 0
+        return idle or not switched or session.stay >= self.min_stay
