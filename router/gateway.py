@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 from router import log
 from router.admission.gate import Gate
 from router.admission.rate import RateLimit
 from router.auth.keys import Keys
+from router.budgets.base import Ledger
+from router.budgets.memory import MemoryLedger
+from router.budgets.redis import RedisLedger
+from router.drift.desk import Desk
 from router.metrics import Metrics
+from router.routing.catalog import Catalog
+from router.routing.decisions import DecisionLog
+from router.routing.economics import Fleet
+from router.routing.route import Route
 from router.savings.books import Books
 from router.sessions.base import Store
 from router.sessions.memory import MemoryStore
 from router.sessions.redis import RedisStore
-from router.settings import Settings, Tier, load_policy, read_secret
+from router.settings import Settings, Tier, read_secret
 from router.transfer.plan import Transfers
 from router.turns.dispatch import Dispatcher
 from router.workers.pool import Pool
@@ -27,9 +34,7 @@ class Gateway:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.metrics = metrics = Metrics()
-        self.policies = {
-            name: load_policy(source) for name, source in settings.policy_sources().items()
-        }
+        self.policies = Catalog(settings.policy_sources(), metrics)
         auth = settings.auth
         self.keys = Keys(auth.keys_file) if auth.keys_file else None
         self.admin_key = read_secret(auth.admin_key_file) if auth.admin_key_file else None
@@ -61,13 +66,18 @@ class Gateway:
             for tier in self.pool.models
         }
         self.transfers = Transfers(settings, metrics)
+        self.drift = Desk(settings, self.pool, self.store, self.transfers.client, metrics)
         self.books = Books(metrics)
+        fleet = Fleet(settings, self.pool, self.gates, self.books, self.transfers)
+        self.route = Route(self.policies, fleet, metrics)
+        self.ledger = _ledger(settings, password, metrics)
+        self.decisions = DecisionLog(settings.decisions, metrics)
         self.dispatcher = Dispatcher(settings, self.pool, metrics)
         # Readiness is withdrawn first; `closing` ends the requests that outlast the drain.
         self.draining = False
         self.closing = False
         self.running: set[asyncio.Task[None]] = set()
-        self._watch: asyncio.Task[None] | None = None
+        self._watches: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         if isinstance(self.store, MemoryStore):
@@ -80,16 +90,24 @@ class Gateway:
                 "session_store_unavailable", note="turns are answered natively until then"
             )
         self.pool.start()
-        self._watch = asyncio.create_task(self._watch_store(), name="store-watch")
+        self.policies.start()
+        self._watches = [
+            asyncio.create_task(self._watch_store(), name="store-watch"),
+            asyncio.create_task(self.transfers.pairs.watch(), name="pairs-watch"),
+        ]
+        self.drift.start()
 
     async def stop(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._watch
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self.policies.stop()
+        await self.drift.stop()
         await self.pool.stop()
         await self.transfers.close()
         await self.store.close()
+        await self.ledger.close()
+        self.decisions.close()
 
     def abort_running(self) -> None:
         """The drain's time is over: open answers end now, with an error that says so."""
@@ -99,6 +117,7 @@ class Gateway:
 
     def observe(self) -> None:
         self.pool.observe()
+        self.drift.observe()
         for gate in self.gates.values():
             gate.observe()
 
@@ -107,6 +126,12 @@ class Gateway:
         while True:
             await self.store.ping()
             await asyncio.sleep(_STORE_CHECK_SECONDS)
+
+
+def _ledger(settings: Settings, password: str | None, metrics: Metrics) -> Ledger:
+    if settings.redis_url.startswith("memory:"):
+        return MemoryLedger()
+    return RedisLedger(settings.redis_url, password, settings.timeouts.store_seconds, metrics)
 
 
 def _store(settings: Settings, password: str | None, metrics: Metrics) -> Store:

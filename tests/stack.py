@@ -52,6 +52,10 @@ class Stack:
             self.servers["mapper"] = Threaded(self.mapper.app()).start()
             settings.setdefault("mapper_url", self.servers["mapper"].url)
         settings["timeouts"] = {**QUICK, **settings.get("timeouts", {})}
+        # Audits come by chance and change what the next turn runs on.
+        settings["drift"] = {
+            "audit_rate": 0.0, "audit_above_tokens": None, **settings.get("drift", {}),
+        }  # fmt: skip
         settings.setdefault("pool", {"health_seconds": 0.2, "breaker_seconds": 0.5})
         self.settings = Settings(
             port=0,

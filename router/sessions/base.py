@@ -3,32 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from policies import SessionView
+from policies import Memory, SessionView, Spent
+from router.sessions.lineage import Epoch, Lineage
 from router.settings import Tier
 
-VERSION = 1
+VERSION = 2
+# Turns kept in the timeline; the totals go on beyond them.
+TIMELINE = 64
+# Upper ends, in tokens of the answer, of the parts in which drift by position is kept.
+POSITIONS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class StoreDown(Exception):
     """The store cannot be reached. Turns are then answered without session state."""
 
 
-class Session(BaseModel):
+class _Kept(BaseModel):
     # Fields that a newer gateway wrote are ignored, so that versions can run side by side.
     model_config = ConfigDict(extra="ignore")
 
+
+class TurnRecord(_Kept):
+    """One turn of the timeline: who answered it, on which KV, and what was found out later."""
+
+    number: int
+    # Unix time of the end of the answer.
+    at: float
+    tier: Tier
+    model: str
+    # As in the response headers x-baton-kv and x-baton-kv-reason.
+    kv: str
+    kv_reason: str
+    # The lossy lineage it was answered on; None for exact KV.
+    epoch: Epoch | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    mapped_tokens: int = 0
+    # None while the worker's prefill model has too few observations.
+    seconds_saved: float | None = 0.0
+    # Nats per token: what was charged before it was measured, and what an audit found.
+    drift_expected: float = 0.0
+    drift: float | None = None
+    drift_first_token: float | None = None
+    # What became of its audit: none, pending, measured, reanchored, or why it was dropped.
+    audit: str = "none"
+
+
+class DriftTotals(_Kept):
+    """Measured drift in one direction: sums over tokens, whole and by position in the answer."""
+
+    turns: int = 0
+    tokens: int = 0
+    nats: float = 0.0
+    position_tokens: list[int] = Field(default_factory=lambda: [0] * (len(POSITIONS) + 1))
+    position_nats: list[float] = Field(default_factory=lambda: [0.0] * (len(POSITIONS) + 1))
+
+
+class Session(_Kept):
     version: int = VERSION
+    # Counts the changes; `updated` is the unix time of the last one.
+    revision: int = 0
+    updated: float = 0.0
     id: str
     turns: int = 0
     tier: Tier | None = None
     model: str | None = None
-    # Per model the namespace it was last used with: None is exact, anything else is a
-    # lossy lineage, holding mapped KV and what was computed on top of it.
-    lineages: dict[str, str | None] = Field(default_factory=dict)
+    lineages: dict[str, Lineage] = Field(default_factory=dict)
+    # The highest ordinal of an epoch in this session.
     epoch: int = 0
     # Digest of the conversation up to the last answer, for requests without a session id.
     head: str | None = None
@@ -39,15 +85,27 @@ class Session(BaseModel):
     seconds_lost: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    # Turns in a row that the present tier has answered, what the session has cost, and what
+    # its policy remembers of it.
+    stay: int = 0
+    spent: Spent = Spent()
+    memory: Memory = Memory()
+    timeline: list[TurnRecord] = Field(default_factory=list)
+    drift: dict[Literal["up", "down"], DriftTotals] = Field(default_factory=dict)
+
+    def lineage(self, model: str | None) -> Lineage:
+        return self.lineages.get(model or "", Lineage())
 
     def view(self) -> SessionView:
+        lineage = self.lineage(self.model)
         return SessionView(
             turns=self.turns,
             tier=self.tier,
             switches_up=self.switches_up,
             switches_down=self.switches_down,
-            lossy=self.model is not None and self.lineages.get(self.model) is not None,
+            lossy=lineage.status == "lossy",
             mapped_tokens=self.mapped_tokens,
+            drift=lineage.drift,
         )
 
     def branch(self, id: str, turns: int) -> Session:
@@ -59,6 +117,9 @@ class Session(BaseModel):
         return Session(id=id, turns=turns, tier=self.tier, model=self.model)
 
 
+Change = Callable[[Session], None]
+
+
 class Store(Protocol):
     """Every call may raise StoreDown. Sessions of one tenant are invisible to another."""
 
@@ -68,10 +129,21 @@ class Store(Protocol):
         """The id of the session whose conversation has this digest."""
         ...
 
-    async def update(
-        self, tenant: str, id: str, change: Callable[[Session], None], digests: list[str]
-    ) -> Session:
-        """Applies `change` atomically, and lets the digests lead to this session."""
+    async def update(self, tenant: str, id: str, change: Change, digests: list[str]) -> Session:
+        """Applies `change` atomically, and lets the digests lead to this session.
+
+        `change` may run more than once, each time on the state as it is then.
+        """
+        ...
+
+    async def amend(self, tenant: str, id: str, change: Change) -> Session | None:
+        """As `update`, for a session that is there; one that has gone is not made again."""
+        ...
+
+    async def recent(
+        self, tenant: str, limit: int, before: float | None = None
+    ) -> list[tuple[str, float]]:
+        """Ids with the time of their last change, latest first, older than `before`."""
         ...
 
     async def delete(self, tenant: str, id: str) -> bool: ...

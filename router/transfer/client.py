@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -23,6 +23,8 @@ class TransferRequest(BaseModel):
     deadline_ms: int
     native_tail: int | None
     min_mapped_tokens: int
+    # Gives way to every other transfer, and stops when the connection is closed.
+    background: bool = False
     source: Namespace
     target: Namespace
 
@@ -64,6 +66,11 @@ class MapperClient:
         )
         response.raise_for_status()
         return TransferAnswer.model_validate_json(response.content)
+
+    async def pairs(self, timeout: float) -> list[Any]:
+        response = await self._client.get("/v1/pairs", timeout=timeout)
+        response.raise_for_status()
+        return list(response.json())
 
     async def healthy(self, timeout: float) -> bool:
         try:

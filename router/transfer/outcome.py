@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from router.sessions.lineage import Epoch
+
 # Values of the x-baton-kv header:
 #   none                 nothing to carry over: first turn, or exact KV on the same model
 #   continued            same model as before, on a lineage that holds mapped KV
@@ -23,17 +25,18 @@ Status = Literal[
 class Outcome:
     status: Status
     reason: str
-    # None is the exact namespace.
+    # The lossy lineage and its namespace at the worker; None is the exact namespace.
+    epoch: Epoch | None = None
     extra_key: str | None = None
     # Prefix that the target can restore, and how much of it was there exactly.
     tokens: int = 0
     exact_tokens: int = 0
     mapped_tokens: int = 0
+    # Drift of the lineage that was mapped from.
+    inherited_drift: float = 0.0
     seconds: float = 0.0
     pair: str = "none"
     direction: str = "none"
-    # The epoch that was used up by trying, to be kept whatever came of it.
-    epoch: int = 0
 
     def natively(self, reason: str) -> Outcome:
         """The same turn answered from exact KV only."""
@@ -41,8 +44,10 @@ class Outcome:
             self,
             status="native",
             reason=reason,
+            epoch=None,
             extra_key=None,
             tokens=0,
             exact_tokens=0,
             mapped_tokens=0,
+            inherited_drift=0.0,
         )

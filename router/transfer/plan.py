@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import secrets
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,10 +15,12 @@ from pydantic import ValidationError
 from policies import Decision
 from router import log
 from router.metrics import Metrics
+from router.sessions import lineage
 from router.sessions.base import Session
 from router.settings import Settings
 from router.transfer.client import MapperClient, Namespace, TransferAnswer, TransferRequest
 from router.transfer.outcome import Outcome
+from router.transfer.pairs import Pairs
 from router.workers.breaker import Breaker
 from router.workers.worker import Worker
 
@@ -30,10 +33,12 @@ _GRACE_SECONDS = 0.05
 class Transfers:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._settings = settings.transfers
+        self._budget = settings.drift.budget_nats
         self._tokenize_seconds = settings.timeouts.tokenize_seconds
         self._metrics = metrics
         self._breaker = Breaker(settings.pool.breaker_failures, settings.pool.breaker_seconds)
         self.client = MapperClient(settings.mapper_url) if settings.mapper_url else None
+        self.pairs = Pairs(self.client)
 
     async def close(self) -> None:
         if self.client is not None:
@@ -51,21 +56,17 @@ class Transfers:
         if session is None or session.model is None:
             return Outcome("none", "first_turn")
         if session.model == target.model:
-            lineage = session.lineages.get(target.model)
-            if lineage is None:
-                return Outcome("none", "same_model")
-            return Outcome("continued", "same_model", extra_key=lineage)
-
+            return self._stay(session, target, decision)
         direction = "up" if target.tier == "large" else "down"
         outcome = Outcome(
-            "native",
-            "policy",
-            pair=f"{session.tier}->{target.tier}",
-            direction=direction,
-            epoch=session.epoch,
+            "native", "policy", pair=f"{session.tier}->{target.tier}", direction=direction
         )
         if decision.kv == "native":
             return outcome
+        drift = max(session.lineage(name).drift for name in (session.model, target.model))
+        if drift > self._budget:
+            # Mapping again would carry on what has drifted too far already.
+            return outcome.natively("drift_budget")
         if self.client is None:
             return outcome.natively("no_mapper")
         if "input_ids" in body:
@@ -81,6 +82,30 @@ class Transfers:
         outcome = replace(outcome, seconds=time.monotonic() - started)
         self._metrics.transfer_seconds.observe(outcome.seconds)
         return outcome
+
+    def _stay(self, session: Session, target: Worker, decision: Decision) -> Outcome:
+        """The same model as before: on its lossy lineage, unless that is given up now."""
+        mine = session.lineage(target.model)
+        if mine.epoch is None:
+            return Outcome("none", "reanchored" if mine.anchored else "same_model")
+        outcome = Outcome(
+            "continued",
+            "same_model",
+            epoch=mine.epoch,
+            extra_key=lineage.extra_key(session.id, mine.epoch),
+            pair=f"{target.tier}->{target.tier}",
+        )
+        if decision.kv == "native":
+            return outcome.natively("policy")
+        if mine.drift > self._budget:
+            return outcome.natively("drift_budget")
+        return outcome
+
+    def possible(self, source: str, target: str) -> bool:
+        """Whether a transfer between these models would be tried now."""
+        return (
+            self.client is not None and self._breaker.allows() and self.pairs.ready(source, target)
+        )
 
     def count(self, outcome: Outcome) -> None:
         """What came of it in the end, once for each turn with something to carry over."""
@@ -102,9 +127,9 @@ class Transfers:
         token_ids = await self._tokenize(body, target)
         # A lossy lineage of the target is continued, so that what it already holds is
         # not mapped a second time; else a new one begins.
-        lineage = session.lineages.get(target.model)
-        epoch = session.epoch if lineage is not None else session.epoch + 1
-        extra_key = lineage or f"lossy:{session.id}:{epoch}"
+        epoch = session.lineage(target.model).epoch or new_epoch(session)
+        extra_key = lineage.extra_key(session.id, epoch)
+        source = session.lineage(session.model)
         tail = self._settings.native_tail
         if decision.kv == "hybrid":
             tail = max(tail or 0, self._settings.hybrid_tail)
@@ -116,7 +141,7 @@ class Transfers:
             min_mapped_tokens=self._settings.min_mapped_tokens,
             source=Namespace(
                 model=session.model,
-                extra_key=session.lineages.get(session.model),
+                extra_key=lineage.extra_key(session.id, source.epoch),
                 cache_salt=tenant,
             ),
             target=Namespace(model=target.model, extra_key=extra_key, cache_salt=tenant),
@@ -130,7 +155,6 @@ class Transfers:
             status=answer.status,
             reason=self._metrics.bounded_reason(reason),
             pair=self._metrics.bounded_pair(answer.pair),
-            epoch=epoch,
         )
         if reason == "too_little":
             # The answer to our own lower limit, not a failing of the mapper's.
@@ -144,10 +168,12 @@ class Transfers:
             )
         return replace(
             outcome,
+            epoch=epoch,
             extra_key=extra_key,
             tokens=answer.tokens,
             exact_tokens=answer.exact_tokens,
             mapped_tokens=answer.mapped_tokens,
+            inherited_drift=source.drift,
         )
 
     async def _tokenize(self, body: dict[str, Any], worker: Worker) -> list[int]:
@@ -182,6 +208,10 @@ class Transfers:
         self._breaker.failure()
         self._metrics.mapper_up.set(0)
         return _Failed(reason)
+
+
+def new_epoch(session: Session) -> lineage.Epoch:
+    return f"{session.epoch + 1}-{secrets.token_hex(4)}"
 
 
 class _Failed(Exception):

@@ -7,7 +7,7 @@ from router import log
 from router.gateway import Gateway
 from router.relay.parser import Usage
 from router.savings.books import Booking
-from router.sessions import identity
+from router.sessions import identity, record
 from router.sessions.base import Session, StoreDown
 from router.turns.incoming import Subject
 from router.turns.leg import Leg
@@ -42,18 +42,25 @@ class Recorder:
         if direction is not None:
             self._gateway.metrics.switches.labels(direction, decision.reason).inc()
         digests = _digests(subject, leg)
+        turn = self._gateway.drift.write_down(leg.worker, leg.outcome, usage, booking)
 
         def advance(session: Session) -> None:
             _advance(session, subject, decision, leg, usage, booking)
+            record.advance(session, turn, leg.outcome)
             if complete and digests:
                 session.head = digests[0]
 
         try:
-            await self._gateway.store.update(
+            session = await self._gateway.store.update(
                 subject.incoming.tenant, subject.identity.id, advance, digests if complete else []
             )
         except StoreDown:
             logger.warning("session_not_saved", session=subject.identity.id)
+            return
+        if complete:
+            self._gateway.drift.follow_up(
+                subject.incoming, session, turn, leg.worker, decision, leg.upstream.answer
+            )
 
     def _book(self, leg: Leg, usage: Usage | None, basis: str) -> Booking:
         if usage is None:
@@ -98,8 +105,6 @@ def _advance(
     session.turns += 1
     session.tier = decision.tier
     session.model = leg.worker.model
-    session.lineages[leg.worker.model] = leg.outcome.extra_key
-    session.epoch = max(session.epoch, leg.outcome.epoch)
     session.mapped_tokens += booking.tokens
     session.seconds_saved += max(0.0, booking.seconds or 0.0)
     session.seconds_lost += max(0.0, -(booking.seconds or 0.0))

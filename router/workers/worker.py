@@ -20,6 +20,8 @@ class Worker:
         self.tier = worker.tier
         self.model = worker.model
         self.health_path = worker.health_path
+        self.context_tokens = worker.context_tokens
+        self._context_known = worker.context_tokens is not None
         # Until the first check has an answer the worker is believed to be up: a gateway
         # that starts under load must not turn everything away.
         self.healthy = True
@@ -55,10 +57,17 @@ class Worker:
             response = await self.client.get(self.health_path, timeout=timeout)
         except httpx.HTTPError:
             return False
+        if response.status_code == 200 and not self._context_known:
+            await self._ask_context(timeout)
         return response.status_code == 200
 
-    async def tokenize(self, body: dict[str, Any], timeout: float) -> list[int]:
-        """Token ids of the rendered prompt, exactly as a chat completion would see them."""
+    async def tokenize(
+        self, body: dict[str, Any], timeout: float, *, whole: bool = False
+    ) -> list[int]:
+        """Token ids of the rendered prompt, exactly as a chat completion would see them.
+
+        With `whole`, of the messages as they are, without the opening of an answer.
+        """
         # The fields that a chat template can see; the worker ignores what it does not know.
         fields = (
             "messages", "tools", "tool_choice", "reasoning_effort", "reasoning",
@@ -66,12 +75,27 @@ class Worker:
         )  # fmt: skip
         payload = {name: body[name] for name in fields if body.get(name) is not None}
         payload["model"] = self.model
+        if whole:
+            payload["add_generation_prompt"] = False
         response = await self.client.post("/v1/tokenize", json=payload, timeout=timeout)
         response.raise_for_status()
         tokens = response.json()["tokens"]
         if not isinstance(tokens, list) or not all(isinstance(token, int) for token in tokens):
             raise ValueError("the worker's token ids are not a list of integers")
         return tokens
+
+    async def _ask_context(self, timeout: float) -> None:
+        try:
+            response = await self.client.get("/v1/models", timeout=timeout)
+        except httpx.HTTPError:
+            return
+        self._context_known = True
+        try:
+            tokens = response.json()["data"][0]["max_model_len"]
+        except (ValueError, KeyError, IndexError, TypeError):
+            return
+        if isinstance(tokens, int) and tokens > 0:
+            self.context_tokens = tokens
 
     async def close(self) -> None:
         await self.client.aclose()

@@ -1,0 +1,169 @@
+"""Audits: a finished turn's answer scored under native KV, off every user's path.
+
+An answer was generated on a lossy lineage. Its tokens are scored twice by the same worker and
+in the same way: on that lineage, whose KV is still there, and in the exact namespace. The mean
+difference is the turn's drift. Scoring the lineage once more, rather than asking for
+log-probabilities with the answer itself, leaves the client's stream alone, costs a prefill of
+the answer only, and compares like with like: SGLang's log-probabilities of generated tokens
+depend on the request's temperature, those of a prompt do not. The second pass leaves exact KV
+of the whole turn behind, on which the session goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+from router import log
+from router.drift import probe
+from router.drift.expected import Expected
+from router.drift.metrics import DriftMetrics
+from router.drift.probe import Namespace, ProbeFailed
+from router.sessions import record
+from router.sessions.base import Store, StoreDown, TurnRecord
+from router.sessions.lineage import extra_key
+from router.sessions.record import Measurement
+from router.settings import Drift
+from router.workers.worker import Worker
+
+logger = log.get("audit")
+_LOOK_SECONDS = 0.1
+# Tokens that a template may put after an answer: its end, and a line end.
+_CLOSING = 4
+# How much of the lineage's KV may have gone before scoring on it says nothing of the turn.
+_SLACK = 64
+
+
+@dataclass(frozen=True)
+class Audit:
+    """One answered turn. `body` and `answer` hold the user's words and are never logged."""
+
+    tenant: str
+    session: str
+    turn: TurnRecord
+    worker: Worker
+    body: dict[str, Any]
+    answer: dict[str, Any]
+
+    @property
+    def direction(self) -> str:
+        return "up" if self.worker.tier == "large" else "down"
+
+
+class Audits:
+    """A bounded queue and a few tasks that work it off; what does not fit is dropped."""
+
+    def __init__(
+        self, settings: Drift, store: Store, metrics: DriftMetrics, tokenize_seconds: float
+    ) -> None:
+        self.expected = Expected(settings.expected_nats)
+        self._settings = settings
+        self._store = store
+        self._metrics = metrics
+        self._tokenize_seconds = tokenize_seconds
+        self._queue: asyncio.Queue[Audit] = asyncio.Queue(settings.audit_queue)
+        self._tasks: list[asyncio.Task[None]] = []
+        # Two audits of one worker would each take the other for its users.
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def start(self) -> None:
+        self._tasks = [
+            asyncio.create_task(self._work(), name=f"audit-{number}")
+            for number in range(self._settings.audit_concurrency)
+        ]
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def submit(self, audit: Audit) -> bool:
+        """Whether there was room for it."""
+        try:
+            self._queue.put_nowait(audit)
+        except asyncio.QueueFull:
+            self._metrics.audits.labels(audit.direction, "queue_full").inc()
+            return False
+        self._metrics.waiting.set(self._queue.qsize())
+        return True
+
+    async def run(self, audit: Audit) -> str:
+        """Carries out one audit and writes down what it found; returns what became of it."""
+        found, anchored, outcome = None, 0, "reanchored"
+        try:
+            async with self._turns[audit.worker.name]:
+                found, anchored = await self._measure(audit)
+        except ProbeFailed as failure:
+            outcome = failure.reason
+        if found is not None:
+            outcome = "measured"
+            self.expected.observe(audit.direction, found.per_token)
+            self._metrics.observe(audit.direction, found)
+        try:
+            await self._store.amend(
+                audit.tenant,
+                audit.session,
+                lambda session: record.audit(session, audit.turn, found, anchored, outcome),
+            )
+        except StoreDown:
+            outcome = "session_store_down"
+        else:
+            if anchored:
+                self._metrics.reanchored.labels(audit.direction, "audit").inc()
+        self._metrics.audits.labels(audit.direction, outcome).inc()
+        return outcome
+
+    async def _work(self) -> None:
+        while True:
+            audit = await self._queue.get()
+            self._metrics.waiting.set(self._queue.qsize())
+            try:
+                await self.run(audit)
+            except Exception as error:
+                # An audit may fail in any way, but the next one is due.
+                self._metrics.audits.labels(audit.direction, "error").inc()
+                logger.exception("audit_failed", error=type(error).__name__)
+
+    async def _measure(self, audit: Audit) -> tuple[Measurement | None, int]:
+        """What was measured, if anything could be, and of how many tokens exact KV is there."""
+        await self._until_idle(audit.worker)
+        prompt, whole = await probe.conversation_ids(
+            audit.worker, audit.body, audit.answer, self._tokenize_seconds
+        )
+        started = time.monotonic()
+        waited = 0.0
+        start, turn, priority = len(prompt), audit.turn, self._settings.audit_priority
+        answer = whole[: start + turn.completion_tokens]
+        closing = len(whole) - start - turn.completion_tokens
+        faithful = turn.completion_tokens > 0 and 0 <= closing <= _CLOSING
+        mapped = None
+        if faithful:
+            lineage = Namespace(audit.tenant, extra_key(audit.session, turn.epoch))
+            mapped = await probe.score(audit.worker, answer, start, lineage, priority)
+            if mapped.cached_tokens < turn.cached_tokens - _SLACK:
+                # Computed anew since, and so not what the answer was generated on.
+                mapped = None
+        exact = Namespace(audit.tenant)
+        piece = self._settings.audit_piece_tokens
+        for end in range(piece, start, piece):
+            waited += await self._until_idle(audit.worker)
+            await probe.prefill(audit.worker, whole[:end], exact, priority)
+        waited += await self._until_idle(audit.worker)
+        native = await probe.score(audit.worker, whole, start, exact, priority)
+        self._metrics.seconds.observe(time.monotonic() - started - waited)
+        if mapped is None:
+            return None, len(whole)
+        pairs = zip(mapped.logprobs, native.logprobs, strict=False)
+        return Measurement(tuple(one - other for one, other in pairs)), len(whole)
+
+    async def _until_idle(self, worker: Worker) -> float:
+        """Seconds waited. Raises ProbeFailed when the worker stays busy."""
+        started = time.monotonic()
+        while not await probe.idle(worker):
+            if time.monotonic() - started > self._settings.audit_wait_seconds:
+                raise ProbeFailed("busy")
+            await asyncio.sleep(_LOOK_SECONDS)
+        return time.monotonic() - started

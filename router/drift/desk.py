@@ -1,0 +1,123 @@
+"""What follows a finished turn: it is put on record, perhaps audited, perhaps mapped ahead."""
+
+from __future__ import annotations
+
+import random
+import time
+
+from policies import Decision
+from router.drift.ahead import Ahead, Likely
+from router.drift.audits import Audit, Audits
+from router.drift.metrics import DriftMetrics
+from router.metrics import Metrics
+from router.relay.parser import Answer, Usage
+from router.savings.books import Booking
+from router.sessions.base import Session, Store, TurnRecord
+from router.settings import Settings
+from router.transfer.client import MapperClient
+from router.transfer.outcome import Outcome
+from router.turns.incoming import Incoming
+from router.workers.pool import Pool
+from router.workers.worker import CHAT, Worker
+
+
+class Desk:
+    def __init__(
+        self,
+        settings: Settings,
+        pool: Pool,
+        store: Store,
+        mapper: MapperClient | None,
+        metrics: Metrics,
+    ) -> None:
+        self._settings = settings.drift
+        self._pool = pool
+        self._metrics = DriftMetrics(metrics.registry)
+        seconds = settings.timeouts.tokenize_seconds
+        self._audits = Audits(settings.drift, store, self._metrics, seconds)
+        self._ahead = Ahead(settings, mapper, store, self._metrics) if mapper else None
+
+    def start(self) -> None:
+        self._audits.start()
+
+    async def stop(self) -> None:
+        await self._audits.stop()
+        if self._ahead is not None:
+            await self._ahead.stop()
+
+    def observe(self) -> None:
+        if self._ahead is not None:
+            self._ahead.sweep()
+
+    def forget(self, tenant: str, session: str) -> None:
+        """The session is deleted: nothing more is done for it."""
+        if self._ahead is not None:
+            self._ahead.cancel(tenant, session)
+
+    def write_down(
+        self, worker: Worker, outcome: Outcome, usage: Usage | None, booking: Booking
+    ) -> TurnRecord:
+        """The turn as it goes into the session's timeline."""
+        usage = usage or Usage()
+        lossy = outcome.epoch is not None
+        return TurnRecord(
+            number=0,
+            at=time.time(),
+            tier=worker.tier,
+            model=worker.model,
+            kv=outcome.status,
+            kv_reason=outcome.reason,
+            epoch=outcome.epoch,
+            prompt_tokens=usage.prompt_tokens,
+            cached_tokens=usage.cached_tokens or 0,
+            completion_tokens=usage.completion_tokens,
+            mapped_tokens=booking.tokens,
+            seconds_saved=booking.seconds,
+            drift_expected=self._audits.expected.nats(_direction(worker)) if lossy else 0.0,
+        )
+
+    def follow_up(
+        self,
+        incoming: Incoming,
+        session: Session,
+        turn: TurnRecord,
+        worker: Worker,
+        decision: Decision,
+        answer: Answer,
+    ) -> None:
+        """Schedules what the turn gives reason for; never waits and never fails.
+
+        `session` is its state with this turn in it.
+        """
+        tenant, body = incoming.tenant, incoming.clean
+        if len(answer.choices) != 1 or incoming.path != CHAT:
+            # Several answers to one prompt have no one continuation.
+            return
+        said = {name: value for name, value in answer.choices[0].message().items() if value}
+        # The record as it was kept, with its number.
+        turn = next((one for one in session.timeline if one.at == turn.at), turn)
+        if turn.epoch is not None and self._wanted(session, turn, incoming):
+            self._audits.submit(Audit(tenant, session.id, turn, worker, body, said))
+        if self._ahead is None:
+            return
+        if worker.tier == "large":
+            self._ahead.switched(tenant, session.id, turn.epoch)
+        elif (target := self._pool.models.get("large")) and self._switch_is_likely(decision):
+            self._ahead.begin(Likely(tenant, session.id, worker, target, body, said))
+
+    def _wanted(self, session: Session, turn: TurnRecord, incoming: Incoming) -> bool:
+        settings, lossy = self._settings, session.lineage(turn.model).lossy
+        above = settings.audit_above_tokens
+        if lossy is not None and above is not None and lossy.mapped >= above:
+            return True
+        policy = incoming.headers.get("x-baton-policy") or "default"
+        return random.random() < settings.audit_rates.get(policy, settings.audit_rate)
+
+    def _switch_is_likely(self, decision: Decision) -> bool:
+        above = self._settings.ahead_above
+        default = self._settings.switch_probability
+        return above is not None and decision.scores.get("switch_probability", default) >= above
+
+
+def _direction(worker: Worker) -> str:
+    return "up" if worker.tier == "large" else "down"

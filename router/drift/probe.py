@@ -1,0 +1,129 @@
+"""What an audit asks a worker for: load, token ids, exact KV, log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from router.workers.worker import Worker
+
+_QUICK_SECONDS = 5.0
+# A piece of an audit is far shorter; this only ends what hangs.
+_PIECE_SECONDS = 120.0
+
+
+class ProbeFailed(Exception):
+    """The worker did not answer, or not what was asked; `reason` is a metric's label."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Where a probe reads and leaves KV: a tenant's exact namespace, or one lossy lineage's."""
+
+    cache_salt: str
+    extra_key: str | None = None
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Log-probabilities (nats) of the tokens after the prompt, and how much KV was found."""
+
+    logprobs: tuple[float, ...]
+    cached_tokens: int
+
+
+async def idle(worker: Worker) -> bool:
+    """Whether nobody is being answered by the worker, through this gateway or another."""
+    if worker.in_flight:
+        return False
+    data = await _json(worker.client.get("/v1/loads?include=core", timeout=_QUICK_SECONDS))
+    try:
+        return not any(
+            load["num_running_reqs"] or load["num_waiting_reqs"] for load in data["loads"]
+        )
+    except (KeyError, TypeError) as error:
+        raise ProbeFailed("loads_unreadable") from error
+
+
+async def conversation_ids(
+    worker: Worker, body: dict[str, Any], answer: dict[str, Any], seconds: float
+) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt, and of all of it with the answer, as the next turn will send it.
+
+    Raises:
+        ProbeFailed: the prompt is not how the longer text begins, so that its ids would not
+            name the KV that is there.
+    """
+    try:
+        prompt = await worker.tokenize(body, seconds)
+        longer = {**body, "messages": [*body["messages"], answer]}
+        whole = await worker.tokenize(longer, seconds, whole=True)
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
+        raise ProbeFailed("tokenize_failed") from error
+    if whole[: len(prompt)] != prompt or len(whole) == len(prompt):
+        raise ProbeFailed("retokenised")
+    return prompt, whole
+
+
+async def prefill(worker: Worker, ids: Sequence[int], where: Namespace, priority: int) -> None:
+    """Leaves KV of `ids` behind."""
+    await _generate(worker, {"input_ids": list(ids)}, where, priority)
+
+
+async def score(
+    worker: Worker, ids: Sequence[int], start: int, where: Namespace, priority: int
+) -> Scored:
+    """Log-probabilities of ids[start:] under the KV of ids[:start] that `where` holds.
+
+    KV from `start - 1` on is computed anew, so that only the prefix before it is read.
+    """
+    # SGLang answers from the token at `logprob_start_len` on, the first without a value.
+    wanted = {
+        "input_ids": list(ids),
+        "return_logprob": True,
+        "logprob_start_len": start - 1,
+    }
+    meta = await _generate(worker, wanted, where, priority)
+    try:
+        entries = meta["input_token_logprobs"][-(len(ids) - start) :]
+        scored = tuple(float(entry[0]) for entry in entries)
+        same = [entry[1] for entry in entries] == list(ids[start:])
+        cached = int(meta.get("cached_tokens") or 0)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ProbeFailed("logprobs_unreadable") from error
+    if not same:
+        raise ProbeFailed("logprobs_unreadable")
+    return Scored(scored, cached)
+
+
+async def _generate(
+    worker: Worker, wanted: dict[str, Any], where: Namespace, priority: int
+) -> dict[str, Any]:
+    body = {
+        **wanted,
+        "sampling_params": {"max_new_tokens": 1, "temperature": 0},
+        "cache_salt": where.cache_salt,
+        "priority": priority,
+    }
+    if where.extra_key is not None:
+        body["extra_key"] = where.extra_key
+    data = await _json(worker.client.post("/generate", json=body, timeout=_PIECE_SECONDS))
+    if not isinstance(data, dict) or not isinstance(data.get("meta_info"), dict):
+        raise ProbeFailed("logprobs_unreadable")
+    return data["meta_info"]
+
+
+async def _json(call: Any) -> Any:
+    try:
+        response = await call
+        response.raise_for_status()
+        return response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise ProbeFailed("worker_failed") from error
