@@ -126,6 +126,9 @@ class Metrics:
             _DECIDE_BUCKETS,
             "policy",
         )
+        self.decisions_unwritten = counter(
+            "baton_decisions_unwritten_total", "Lines that decisions.log_file did not take."
+        )
         self.policy_reloads = counter(
             "baton_policy_reloads_total",
             "Changed policy files by what became of them: taken, or refused as bad.",

@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 
 from router.relay import sse
+from router.relay.logprobs import Confidence
 
 
 @dataclass
@@ -52,6 +53,7 @@ class Answer:
         self.usage: Usage | None = None
         self.choices: dict[int, Choice] = {}
         self.content_events = 0
+        self.confidence = Confidence()
         self.error: dict[str, Any] | None = None
         self.done = False
 
@@ -123,6 +125,8 @@ class Answer:
         choice = self.choices.setdefault(_count(item.get("index")) or 0, Choice())
         if isinstance(item.get("finish_reason"), str):
             choice.finish_reason = item["finish_reason"]
+        if item.get("logprobs") is not None:
+            self.confidence.read(item["logprobs"])
         delta = item.get("delta")
         if not isinstance(delta, dict):
             return

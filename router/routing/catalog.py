@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ class Catalog:
         self._task: asyncio.Task[None] | None = None
         for name, source in sources.items():
             if isinstance(source, Path):
-                self._sources[name] = _Source(source, _stamps(source))
+                self._sources[name] = _Source(source, _stamps(policies.watched_files(source)))
             self._policies[name] = load_policy(source)
             metrics.policy_stale.labels(name).set(0)
 
@@ -69,29 +70,36 @@ class Catalog:
     async def refresh(self) -> None:
         """Takes up every file that has changed."""
         for name, source in self._sources.items():
-            stamps = await asyncio.to_thread(_stamps, source.path)
-            if stamps == source.stamps:
-                continue
-            source.stamps = stamps
-            try:
+            if await asyncio.to_thread(_stamps, source.stamps) != source.stamps:
                 # In a thread: a classifier's weights take a while to read.
-                policy = await asyncio.to_thread(load_policy, source.path)
-            except PolicyError as error:
-                self.errors[name] = str(error)
-                self._metrics.policy_reloads.labels(name, "refused").inc()
-                self._metrics.policy_stale.labels(name).set(1)
-                logger.error(
-                    "policy_refused",
-                    policy=name,
-                    error=str(error),
-                    running=self._policies[name].version,
-                )
-                continue
-            self.errors.pop(name, None)
-            self._policies[name] = policy
-            self._metrics.policy_reloads.labels(name, "taken").inc()
-            self._metrics.policy_stale.labels(name).set(0)
-            logger.info("policy_reloaded", policy=name, version=policy.version)
+                await asyncio.to_thread(self._reload, name, source)
+
+    def _reload(self, name: str, source: _Source) -> None:
+        # Looked at before they are read, so that a change meanwhile is seen the next time.
+        # Files of a policy that was good are watched on while it is bad.
+        files = policies.watched_files(source.path) | source.stamps.keys()
+        source.stamps = _stamps(files)
+        try:
+            policy = load_policy(source.path)
+        except PolicyError as error:
+            self.errors[name] = str(error)
+            self._metrics.policy_reloads.labels(name, "refused").inc()
+            self._metrics.policy_stale.labels(name).set(1)
+            logger.error(
+                "policy_refused",
+                policy=name,
+                error=str(error),
+                running=self._policies[name].version,
+            )
+            return
+        source.stamps = {
+            file: source.stamps.get(file) for file in policies.watched_files(source.path)
+        }
+        self.errors.pop(name, None)
+        self._policies[name] = policy
+        self._metrics.policy_reloads.labels(name, "taken").inc()
+        self._metrics.policy_stale.labels(name).set(0)
+        logger.info("policy_reloaded", policy=name, version=policy.version)
 
     async def _watch(self) -> None:
         while True:
@@ -119,8 +127,8 @@ class Catalog:
         return {file.parent for file in files}
 
 
-def _stamps(path: Path) -> dict[Path, Stamp]:
-    return {file: _stamp(file) for file in policies.watched_files(path)}
+def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
+    return {file: _stamp(file) for file in files}
 
 
 def _stamp(path: Path) -> Stamp:

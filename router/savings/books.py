@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from router.metrics import Metrics
 from router.relay.parser import Usage
 from router.savings.model import PrefillModel
+from router.savings.pace import DecodeModel, TransferModel
 from router.transfer.outcome import Outcome
 from router.workers.worker import Worker
 
@@ -23,9 +24,17 @@ class Books:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._models: dict[str, PrefillModel] = {}
+        self._decode: dict[str, DecodeModel] = {}
+        self._transfers: dict[str, TransferModel] = {}
 
     def model(self, worker: str) -> PrefillModel:
         return self._models.setdefault(worker, PrefillModel())
+
+    def decode(self, worker: str) -> DecodeModel:
+        return self._decode.setdefault(worker, DecodeModel())
+
+    def transfer(self, direction: str) -> TransferModel:
+        return self._transfers.setdefault(direction, TransferModel())
 
     def observe(self, worker: Worker, usage: Usage, seconds: float) -> None:
         """A prefill without transferred KV that had the worker to itself."""

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from starlette.types import Send
 
 from router import errors
+from router.relay.logprobs import Strip
 from router.relay.parser import Kind
 from router.turns.upstream import Upstream
 
@@ -62,8 +63,9 @@ async def stream(
     writer: Writer,
     with_usage: bool,
     complete: Callable[[], Awaitable[None]],
+    strip: Strip | None = None,
 ) -> None:
-    """Relays event by event, unchanged. Raises BrokenStream.
+    """Relays event by event, unchanged unless `strip` is given. Raises BrokenStream.
 
     `complete` runs before the end of the stream is passed on, so that the session's state
     is there when the client sends its next turn.
@@ -82,6 +84,8 @@ async def stream(
                 await _flush(writer, out)
                 upstream.finish()
                 await complete()
+            if strip is not None and kind is Kind.CONTENT:
+                event = strip.event(event)
             out.append(event)
             if kind is Kind.ERROR:
                 # The worker's own words; nothing may follow them.

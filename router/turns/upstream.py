@@ -50,6 +50,8 @@ class Upstream:
         self.body = b""
         self.opened = time.monotonic()
         self.first_event_seconds = 0.0
+        # From the first event to the last one so far.
+        self.writing_seconds = 0.0
         # Whether the worker had nothing else to do for this gateway until the first event.
         self.alone = worker.in_flight == 0
         self._metrics = metrics
@@ -58,6 +60,7 @@ class Upstream:
         self._response: httpx.Response | None = None
         self._chunks: AsyncIterator[bytes] | None = None
         self._closed = False
+        self._ended = False
         worker.in_flight += 1
         worker.started += 1
         self._started = worker.started
@@ -102,6 +105,8 @@ class Upstream:
 
     async def read(self) -> list[tuple[Kind, bytes]] | None:
         """The next whole events; None at the end. Raises BrokenStream."""
+        if self._ended:
+            return None
         try:
             async with asyncio.timeout(self._timeouts.idle_seconds):
                 chunk = await anext(self._chunks, None)
@@ -123,6 +128,7 @@ class Upstream:
         if not (self.answer.done or self.answer.finished):
             raise self._broken("died", "The worker's answer ended too early.")
         self._outcome("ok")
+        self._ended = True
         return None
 
     def finish(self) -> None:
@@ -206,6 +212,8 @@ class Upstream:
         return bytes(body)
 
     def _parse(self, chunk: bytes) -> list[tuple[Kind, bytes]]:
+        if self.first_event_seconds:
+            self.writing_seconds = time.monotonic() - self.opened - self.first_event_seconds
         return [(self.answer.read_event(event), event) for event in self._splitter.feed(chunk)]
 
     def _broken(self, reason: str, message: str) -> BrokenStream:
