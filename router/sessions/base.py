@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from typing import Literal, Protocol
 
@@ -70,6 +71,9 @@ class Session(_Kept):
     revision: int = 0
     updated: float = 0.0
     id: str
+    # Told apart from an earlier session of this id, which was deleted or has expired; empty
+    # as long as the session is not stored.
+    born: str = ""
     turns: int = 0
     tier: Tier | None = None
     model: str | None = None
@@ -115,6 +119,11 @@ class Session(_Kept):
         sessions, and the workers' prefix caches share that by themselves.
         """
         return Session(id=id, turns=turns, tier=self.tier, model=self.model)
+
+
+def born(id: str) -> Session:
+    """A session that begins now, to be stored."""
+    return Session(id=id, born=secrets.token_hex(4))
 
 
 Change = Callable[[Session], None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 
-from router.sessions.base import Change, Session
+from router.sessions.base import Change, Session, born
 
 _MAX_ENTRIES = 100_000
 
@@ -27,7 +27,7 @@ class MemoryStore:
     async def update(self, tenant: str, id: str, change: Change, digests: list[str]) -> Session:
         # No await between reading and writing, which makes it atomic on one loop.
         raw = self._read(self._sessions, (tenant, id))
-        session = Session(id=id) if raw is None else Session.model_validate_json(raw)
+        session = born(id) if raw is None else Session.model_validate_json(raw)
         self._change(tenant, session, change)
         for digest in digests:
             self._write(self._digests, (tenant, digest), id)

@@ -20,10 +20,16 @@ class Measurement:
         return sum(self.nats) / len(self.nats)
 
 
-def advance(session: Session, turn: TurnRecord, outcome: Outcome) -> None:
-    """The turn's place in the timeline, and what it did to its model's lineage."""
+def advance(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> None:
+    """The turn's place in the timeline, and what it did to its model's lineage.
+
+    `born` is that of the session as the turn found it. If it has been deleted since, or has
+    expired, the lossy lineage that the turn was answered on went with it.
+    """
     turn = turn.model_copy(update={"number": session.turns})
     session.timeline = [*session.timeline, turn][-TIMELINE:]
+    if outcome.epoch is not None and born and born != session.born:
+        return
     before = session.lineage(turn.model)
     tokens = turn.prompt_tokens + turn.completion_tokens
     if outcome.epoch is None:
@@ -63,12 +69,15 @@ def audit(
     found: Measurement | None,
     anchored_tokens: int,
     outcome: str,
+    born: str,
 ) -> None:
-    """An audit of `turn` ended with `outcome`.
+    """An audit of `turn` ended with `outcome`; `born` as in `advance`.
 
     `found` is what it measured, if it did; with `anchored_tokens` exact KV of so many tokens is
     there now, and the turn's lossy lineage is given up.
     """
+    if born != session.born:
+        return
     changed: dict[str, object] = {"audit": outcome}
     after = session.lineage(turn.model)
     if found is not None:

@@ -17,7 +17,7 @@ from redis.exceptions import RedisError, WatchError
 
 from router import log
 from router.metrics import Metrics
-from router.sessions.base import VERSION, Change, Session, StoreDown
+from router.sessions.base import VERSION, Change, Session, StoreDown, born
 
 T = TypeVar("T")
 logger = log.get("sessions")
@@ -99,7 +99,7 @@ class RedisStore:
                 if session is None:
                     if not create:
                         return None
-                    session = Session(id=id)
+                    session = born(id)
                 change(session)
                 session.revision += 1
                 session.updated = time.time()
