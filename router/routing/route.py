@@ -63,7 +63,7 @@ class Route:
         policy: Policy,
         forced: tuple[Tier, str] | None,
         tenant_spent: Spent,
-        prompt_logprob: float | None,
+        prompt_logprob: float | None = None,
     ) -> Routed:
         started = time.perf_counter()
         tier = forced[0] if forced else None
@@ -86,11 +86,11 @@ class Route:
             self._metrics.shadow.labels(name, decision.tier, decision.shadow.tier).inc()
 
 
-def refusal(decision: Decision) -> ApiError:
+def refusal(decision: Decision, headers: dict[str, str]) -> ApiError:
     """What a policy that will not have the turn answered wants its client to see."""
     rejection = decision.rejection
     # The client's library shall not try again by itself: nothing changes until the budget does.
-    headers = {"x-should-retry": "false"}
+    headers = {"x-should-retry": "false", "x-baton-reason": decision.reason, **headers}
     if rejection.status == 429:
         headers["retry-after"] = str(seconds_left())
     return ApiError(

@@ -118,7 +118,14 @@ class Session(_Kept):
         It keeps who answered last, but no lossy lineage: only exact KV is shared between
         sessions, and the workers' prefix caches share that by themselves.
         """
-        return Session(id=id, turns=turns, tier=self.tier, model=self.model)
+        return Session(
+            id=id,
+            turns=turns,
+            tier=self.tier,
+            model=self.model,
+            stay=self.stay,
+            memory=self.memory,
+        )
 
 
 def born(id: str) -> Session:

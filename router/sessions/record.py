@@ -21,13 +21,18 @@ class Measurement:
 
 
 def advance(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> None:
-    """The turn's place in the timeline, and what it did to its model's lineage.
+    """The turn's place in the timeline, and what it did to its model's lineage."""
+    turn = turn.model_copy(update={"number": session.turns})
+    session.timeline = [*session.timeline, turn][-TIMELINE:]
+    use(session, turn, outcome, born)
+
+
+def use(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> None:
+    """What an answer, be it the turn's or one that a cascade took back, did to its lineage.
 
     `born` is that of the session as the turn found it. If it has been deleted since, or has
     expired, the lossy lineage that the turn was answered on went with it.
     """
-    turn = turn.model_copy(update={"number": session.turns})
-    session.timeline = [*session.timeline, turn][-TIMELINE:]
     if outcome.epoch is not None and born and born != session.born:
         return
     before = session.lineage(turn.model)

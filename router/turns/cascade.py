@@ -10,7 +10,9 @@ import httpx
 import policies
 from policies import Cascade, Signals
 from router.relay.parser import Kind
-from router.turns.incoming import Incoming
+from router.sessions import record
+from router.sessions.base import Session, TurnRecord
+from router.turns.incoming import Incoming, Subject
 from router.turns.leg import Leg
 from router.turns.upstream import Upstream
 from router.workers.worker import CHAT
@@ -36,6 +38,16 @@ def asking(body: dict[str, Any]) -> dict[str, Any]:
         options = body.get("stream_options") or {}
         out["stream_options"] = {**options, "continuous_usage_stats": True}
     return out
+
+
+def taken_back(subject: Subject, leg: Leg, turn: TurnRecord) -> Session | None:
+    """The session as the next leg finds it: the small model has the prompt's KV."""
+    if subject.store_down:
+        return None
+    session = (subject.session or Session(id=subject.identity.id)).model_copy()
+    record.use(session, turn, leg.outcome, session.born)
+    session.tier, session.model = leg.tier, leg.worker.model
+    return session
 
 
 async def hold(upstream: Upstream, cascade: Cascade) -> None:

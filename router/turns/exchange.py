@@ -63,6 +63,7 @@ class Exchange(Response):
             await asyncio.gather(work, gone, return_exceptions=True)
             fields = scope.setdefault("state", {}).setdefault("log", {})
             fields.update(turn.log_fields)
+            turn.log_decision()
             if turn.tier is not None:
                 seconds = time.monotonic() - self._incoming.received
                 gateway.metrics.duration.labels(turn.tier).observe(seconds)

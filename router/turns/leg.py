@@ -9,6 +9,7 @@ import orjson
 
 from policies import Decision
 from router.gateway import Gateway
+from router.relay.parser import Usage
 from router.sessions.base import Session
 from router.settings import Tier
 from router.transfer.outcome import Outcome
@@ -27,13 +28,18 @@ class Leg:
         self.outcome = Outcome("none", "first_turn")
         self.worker: Worker | None = None
         self.upstream: Upstream | None = None
+        # The session's state when KV was carried over.
+        self.session: Session | None = None
+        # What the worker reports, or the gateway has counted; None is not known.
+        self.usage: Usage | None = None
+        self.basis = "reported"
         self._gateway = gateway
         self._subject = subject
         self._incoming = subject.incoming
 
     async def open(self, session: Session | None, decision: Decision, body: dict[str, Any]) -> None:
         """Carries over what `session` has and gets the answer started. Raises UpstreamError."""
-        gateway = self._gateway
+        gateway, self.session = self._gateway, session
         worker = gateway.pool.pick(self.tier, self._subject.affinity)
         if worker is None:
             raise NoWorker(self.tier)
@@ -49,8 +55,15 @@ class Leg:
         if self.upstream is not None:
             await self.upstream.close()
 
-    async def count_prompt(self) -> int:
-        """Tokens of the prompt, for an answer that ended before its usage came."""
+    async def settle(self, count: bool) -> None:
+        """Fixes `usage` when the answer has ended; with `count` also of one that was cut short."""
+        answer = self.upstream.answer
+        self.usage = answer.usage
+        if self.usage is None and count:
+            self.basis = "counted"
+            self.usage = Usage(await self._count_prompt(), answer.content_events)
+
+    async def _count_prompt(self) -> int:
         if self._incoming.path != CHAT:
             return 0
         seconds = self._gateway.settings.timeouts.tokenize_seconds

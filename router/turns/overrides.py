@@ -1,4 +1,4 @@
-"""What a request asks for beside its body: a tier, a policy; and whether its key allows that."""
+"""What a request asks for beside its body: a tier, a policy, an explanation; and its key's rights."""
 
 from __future__ import annotations
 
@@ -41,3 +41,15 @@ def forced_tier(incoming: Incoming, pool: Pool) -> tuple[Tier, str] | None:
     if model != "auto":
         return pool.tier_of(model), "model"
     return None
+
+
+def policy_name(incoming: Incoming) -> str:
+    """Raises ApiError 403."""
+    name = incoming.headers.get("x-baton-policy") or "default"
+    if not incoming.principal.may_use_policy(name):
+        raise ApiError(403, "This key may not use that policy.", param="x-baton-policy")
+    return name
+
+
+def explain(incoming: Incoming) -> bool:
+    return incoming.headers.get("x-baton-explain", "").lower() in ("1", "true", "yes")

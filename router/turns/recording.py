@@ -1,11 +1,15 @@
-"""What a turn leaves behind: tokens, books and the session's new state."""
+"""What a turn leaves behind: tokens, money, books and the session's new state."""
 
 from __future__ import annotations
 
-from policies import Decision
+from collections.abc import Sequence
+
+from policies import Decision, Spent
 from router import log
+from router.budgets import base as budgets
+from router.budgets.prices import cost
 from router.gateway import Gateway
-from router.relay.parser import Usage
+from router.routing.length import mappable_tokens
 from router.savings.books import Booking
 from router.sessions import identity, record
 from router.sessions.base import Session, StoreDown
@@ -21,38 +25,44 @@ class Recorder:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.finished = False
+        self.spent = Spent()
 
     async def finish(
-        self,
-        subject: Subject,
-        decision: Decision,
-        leg: Leg,
-        usage: Usage | None,
-        basis: str,
-        complete: bool,
+        self, subject: Subject, decision: Decision, legs: Sequence[Leg], complete: bool
     ) -> None:
-        """Before the client can send its next turn."""
+        """Before the client can send its next turn. The last of the legs is the answer."""
         if self.finished:
             return
         self.finished = True
-        booking = self._book(leg, usage, basis)
+        leg = legs[-1]
+        bookings = [self._book(subject, one) for one in legs]
+        tenant = subject.incoming.tenant
+        if self.spent != Spent():
+            await self._gateway.ledger.add(tenant, self.spent)
         if subject.store_down:
             return
         direction = _switch(subject, decision)
         if direction is not None:
             self._gateway.metrics.switches.labels(direction, decision.reason).inc()
         digests = _digests(subject, leg)
-        turn = self._gateway.drift.write_down(leg.worker, leg.outcome, usage, booking)
+        *earlier, turn = [
+            self._gateway.drift.write_down(one.worker, one.outcome, one.usage, booking)
+            for one, booking in zip(legs, bookings, strict=True)
+        ]
+
+        born = subject.session.born if subject.session is not None else ""
 
         def advance(session: Session) -> None:
-            _advance(session, subject, decision, leg, usage, booking)
-            record.advance(session, turn, leg.outcome)
+            _advance(session, subject, decision, legs, bookings, self.spent)
+            for one, taken_back in zip(legs, earlier, strict=False):
+                record.use(session, taken_back, one.outcome, born)
+            record.advance(session, turn, leg.outcome, born)
             if complete and digests:
                 session.head = digests[0]
 
         try:
             session = await self._gateway.store.update(
-                subject.incoming.tenant, subject.identity.id, advance, digests if complete else []
+                tenant, subject.identity.id, advance, digests if complete else []
             )
         except StoreDown:
             logger.warning("session_not_saved", session=subject.identity.id)
@@ -62,22 +72,40 @@ class Recorder:
                 subject.incoming, session, turn, leg.worker, decision, leg.upstream.answer
             )
 
-    def _book(self, leg: Leg, usage: Usage | None, basis: str) -> Booking:
+    def _book(self, subject: Subject, leg: Leg) -> Booking:
+        gateway, usage = self._gateway, leg.usage
         if usage is None:
             return Booking()
-        tokens, tier = self._gateway.metrics.tokens, leg.tier
-        tokens.labels(tier, "prompt", basis).inc(usage.prompt_tokens)
-        tokens.labels(tier, "cached", basis).inc(usage.cached_tokens or 0)
-        tokens.labels(tier, "completion", basis).inc(usage.completion_tokens)
-        if basis != "reported":
+        tokens, tier = gateway.metrics.tokens, leg.tier
+        tokens.labels(tier, "prompt", leg.basis).inc(usage.prompt_tokens)
+        tokens.labels(tier, "cached", leg.basis).inc(usage.cached_tokens or 0)
+        tokens.labels(tier, "completion", leg.basis).inc(usage.completion_tokens)
+        spent = cost(tier, gateway.settings.prices.of(tier), usage)
+        gateway.metrics.money.labels(tier).inc(spent.money)
+        self.spent = budgets.plus(self.spent, spent)
+        if leg.basis != "reported":
             return Booking()
-        books, upstream = self._gateway.books, leg.upstream
-        booking = books.book(leg.worker, leg.outcome, usage)
+        booking = gateway.books.book(leg.worker, leg.outcome, usage)
+        self._learn(subject, leg, booking)
+        return booking
+
+    def _learn(self, subject: Subject, leg: Leg, booking: Booking) -> None:
+        """What the answer tells of prompts, worker and mapper."""
+        books, upstream, usage, outcome = (
+            self._gateway.books, leg.upstream, leg.usage, leg.outcome,
+        )  # fmt: skip
+        self._gateway.route.length.observe(subject.incoming, usage.prompt_tokens)
         # Only time to a first event is a prefill, and only of a worker with nothing else
         # to do; restoring transferred pages takes time of its own.
-        if upstream.stream and upstream.alone and leg.outcome.extra_key is None:
+        if upstream.stream and upstream.alone and outcome.extra_key is None:
             books.observe(leg.worker, usage, upstream.first_event_seconds)
-        return booking
+        if upstream.stream and upstream.answer.done:
+            books.decode(leg.worker.name).observe(usage.completion_tokens, upstream.writing_seconds)
+        if leg.session is not None and outcome.direction in ("up", "down") and outcome.seconds:
+            transfers = self._gateway.settings.transfers
+            model, prompt = leg.worker.model, usage.prompt_tokens
+            expected = mappable_tokens(transfers, leg.session, model, prompt)
+            books.transfer(outcome.direction).observe(expected, booking.tokens, outcome.seconds)
 
 
 def _switch(subject: Subject, decision: Decision) -> str | None:
@@ -91,26 +119,31 @@ def _advance(
     session: Session,
     subject: Subject,
     decision: Decision,
-    leg: Leg,
-    usage: Usage | None,
-    booking: Booking,
+    legs: Sequence[Leg],
+    bookings: Sequence[Booking],
+    spent: Spent,
 ) -> None:
     before = subject.session
     if before is not None and session.turns == 0:
         # The first turn of a branch, or of a session that has expired since.
         session.turns, session.tier, session.model = before.turns, before.tier, before.model
+        session.stay = before.stay
     direction = _switch(subject, decision)
     session.switches_up += direction == "up"
     session.switches_down += direction == "down"
     session.turns += 1
+    session.stay = session.stay + 1 if session.tier == decision.tier else 1
     session.tier = decision.tier
-    session.model = leg.worker.model
-    session.mapped_tokens += booking.tokens
-    session.seconds_saved += max(0.0, booking.seconds or 0.0)
-    session.seconds_lost += max(0.0, -(booking.seconds or 0.0))
-    if usage is not None:
-        session.prompt_tokens += usage.prompt_tokens
-        session.completion_tokens += usage.completion_tokens
+    session.model = legs[-1].worker.model
+    session.memory = decision.memory
+    session.spent = budgets.plus(session.spent, spent)
+    for leg, booking in zip(legs, bookings, strict=True):
+        session.mapped_tokens += booking.tokens
+        session.seconds_saved += max(0.0, booking.seconds or 0.0)
+        session.seconds_lost += max(0.0, -(booking.seconds or 0.0))
+        if leg.usage is not None:
+            session.prompt_tokens += leg.usage.prompt_tokens
+            session.completion_tokens += leg.usage.completion_tokens
 
 
 def _digests(subject: Subject, leg: Leg) -> list[str]:

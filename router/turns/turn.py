@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
 from starlette.types import Send
 
-from policies import Decision, SessionView
-from policies import Turn as PolicyTurn
+from policies import Cascade, Decision, Signals, Verdict, escalate
 from router import log
 from router.errors import ApiError
 from router.gateway import Gateway
-from router.relay.parser import Usage
+from router.relay.logprobs import Strip
+from router.routing import explain
+from router.routing.route import Routed, refusal
+from router.savings.books import Booking
+from router.sessions.base import Session
 from router.settings import Tier
 from router.transfer.outcome import Outcome
-from router.turns import outgoing, overrides, relay
+from router.turns import cascade, outgoing, overrides, relay
 from router.turns.dispatch import NoWorker
 from router.turns.incoming import Incoming, Subject, identify
 from router.turns.leg import Leg
@@ -31,8 +35,16 @@ class Turn:
         self._gateway = gateway
         self._in = incoming
         self._subject: Subject | None = None
+        self._routed: Routed | None = None
         self._decision: Decision | None = None
+        # Every answer that was begun at a worker, the last one being the turn's.
+        self._legs: list[Leg] = []
+        # The one at hand, which may not have begun.
         self._leg: Leg | None = None
+        # What became of a cascade's first part: kept, escalated, unanswered, rescued.
+        self._cascade: str | None = None
+        self._signals: Signals | None = None
+        self._strip: Strip | None = None
         self._writer: relay.Writer | None = None
         self._recorder = Recorder(gateway)
 
@@ -40,57 +52,59 @@ class Turn:
         """Answers on `send`. Raises ApiError as long as nothing was sent."""
         gateway = self._gateway
         forced = overrides.forced_tier(self._in, gateway.pool)
+        name = overrides.policy_name(self._in)
+        policy = gateway.route.policy(name)
         if gateway.rate is not None:
             await gateway.rate.hit(self._in.tenant)
-        self._subject = await identify(gateway.store, self._in)
-        self._decision = self._decide(forced)
+        self._subject, spent = await asyncio.gather(
+            identify(gateway.store, self._in), gateway.ledger.spent(self._in.tenant)
+        )
+        self._routed = gateway.route.decide(self._subject, name, policy, forced, spent)
+        self._decision = decision = self._routed.decision
+        if decision.rejection is not None:
+            gateway.metrics.rejected.labels(decision.rejection.code).inc()
+            raise refusal(decision, self._explanation())
         # Only a turn that was not asked for by model may be answered by the other tier.
-        fallback = "none" if forced else self._policy.fail_open
-        tiers = [self._decision.tier]
-        if fallback not in ("none", self._decision.tier) and fallback in gateway.pool.models:
-            tiers.append(fallback)
-        failure: UpstreamError | None = None
-        for tier in tiers:
-            if tier not in gateway.gates:
-                failure = NoWorker(tier)
-                continue
-            if failure is not None:
-                self._decision = self._decision.model_copy(
-                    update={"tier": tier, "stage": "failover", "reason": "fail_open"}
-                )
-            async with gateway.gates[tier].enter(self._in.tenant):
-                self._leg = leg = Leg(gateway, self._subject, tier)
-                try:
-                    await leg.open(self._subject.session, self._decision, self._in.clean)
-                except UpstreamError as error:
-                    failure = failure or error
-                    if not error.elsewhere:
-                        break
-                    continue
-                try:
-                    await self._answer(send)
-                finally:
-                    await leg.close()
+        fallback = "none" if forced else policy.fail_open
+        session = self._subject.session
+        if decision.cascade is not None and cascade.possible(self._in):
+            if await self._answer_small(send, decision.cascade):
                 return
-        raise failure.error
+            if self._legs:
+                session = self._taken_back(self._legs[0])
+            fallback = "small" if fallback != "none" else "none"
+        try:
+            await self._answer_by(send, session, fallback)
+        except (UpstreamError, ApiError) as error:
+            if not await self._rescue(send):
+                raise error.error if isinstance(error, UpstreamError) else error from None
 
     async def abandoned(self) -> None:
         """The client has gone. What was done for it is recorded all the same."""
-        upstream = self._leg.upstream if self._leg is not None else None
-        if upstream is None or self._recorder.finished:
-            return
-        usage = upstream.answer.usage
-        basis = "reported"
-        if usage is None:
-            basis = "counted"
-            usage = Usage(await self._leg.count_prompt(), upstream.answer.content_events)
-        await self._finish(usage, basis, complete=False)
+        if self._legs:
+            await self._finish(complete=False, count=True)
 
     async def cut(self, message: str) -> None:
         """Ends a stream that has begun, with an error as its last event."""
         await self.abandoned()
         if self._writer is not None and self._in.stream:
             await self._writer.error(message, "cut")
+
+    def log_decision(self) -> None:
+        """Once, when all of the turn is over."""
+        if self._routed is not None:
+            entry = explain.entry(
+                self._subject, self._routed, self._decision, self._legs, self._recorder.spent
+            )
+            entry |= {"kv_status": self._outcome.status, "kv_reason": self._outcome.reason}
+            entry |= {"cascade": self._cascade}
+            if self._signals is not None:
+                entry["signals"] = self._signals.model_dump(exclude_none=True)
+            self._gateway.decisions.write(
+                entry,
+                self._routed.inputs(),
+                {"text": self._routed.turn.text, "earlier": self._routed.turn.earlier},
+            )
 
     @property
     def tier(self) -> Tier | None:
@@ -118,41 +132,43 @@ class Turn:
     def _outcome(self) -> Outcome:
         return self._leg.outcome if self._leg is not None else Outcome("none", "first_turn")
 
-    # Deciding
-
-    @property
-    def _policy(self) -> Any:
-        name = self._in.headers.get("x-baton-policy") or "default"
-        policy = self._gateway.policies.get(name)
-        if policy is None:
-            raise ApiError(400, "There is no policy of that name.", param="x-baton-policy")
-        if not self._in.principal.may_use_policy(name):
-            raise ApiError(403, "This key may not use that policy.", param="x-baton-policy")
-        return policy
-
-    def _decide(self, forced: tuple[Tier, str] | None) -> Decision:
-        policy = self._policy
-        if forced is not None:
-            tier, how = forced
-            return Decision(tier=tier, stage="forced", reason=f"forced_by_{how}")
-        session = self._subject.session
-        messages, body = self._in.messages, self._in.clean
-        answers = sum(message.get("role") == "assistant" for message in messages)
-        last = next((m for m in reversed(messages) if m.get("role") == "user"), {})
-        turn = PolicyTurn(
-            # A conversation that began elsewhere is as old as its history says.
-            number=1 + (session.turns if session else answers),
-            messages=len(messages),
-            prompt_chars=sum(len(_plain(m.get("content"))) for m in messages),
-            has_tools=bool(body.get("tools")),
-            has_schema=bool(body.get("response_format")),
-            text=_plain(last.get("content")),
-        )
-        queued = {tier: gate.queued for tier, gate in self._gateway.gates.items()}
-        view = session.view() if session else SessionView()
-        return policy.decide(turn, view, self._gateway.pool.economics(queued))
-
     # Answering
+
+    async def _answer_by(self, send: Send, session: Session | None, fallback: str) -> None:
+        """By the decision's tier, else by `fallback`. Raises UpstreamError, ApiError."""
+        gateway = self._gateway
+        tiers = [self._decision.tier]
+        if fallback not in ("none", self._decision.tier) and fallback in gateway.pool.models:
+            tiers.append(fallback)
+        failure: UpstreamError | None = None
+        for tier in tiers:
+            if tier not in gateway.gates:
+                failure = NoWorker(tier)
+                continue
+            if failure is not None:
+                self._decision = self._decision.model_copy(
+                    update={"tier": tier, "stage": "failover", "reason": "fail_open"}
+                )
+            async with gateway.gates[tier].enter(self._in.tenant):
+                try:
+                    leg = await self._open(tier, session, self._in.clean)
+                except UpstreamError as error:
+                    failure = failure or error
+                    if not error.elsewhere:
+                        break
+                    continue
+                try:
+                    await self._answer(send)
+                finally:
+                    await leg.close()
+                return
+        raise failure
+
+    async def _open(self, tier: Tier, session: Session | None, body: dict[str, Any]) -> Leg:
+        self._leg = leg = Leg(self._gateway, self._subject, tier)
+        await leg.open(session, self._decision, body)
+        self._legs.append(leg)
+        return leg
 
     async def _answer(self, send: Send) -> None:
         upstream = self._leg.upstream
@@ -166,15 +182,14 @@ class Turn:
         )
         if not self._in.stream:
             await self._complete()
-            await writer.whole(upstream.body)
+            await writer.whole(self._strip.whole(upstream.body) if self._strip else upstream.body)
             return
+        usage = outgoing.wants_usage(self._in.body)
         try:
-            await relay.stream(
-                upstream, writer, outgoing.wants_usage(self._in.body), self._complete
-            )
+            await relay.stream(upstream, writer, usage, self._complete, self._strip)
         except BrokenStream as broken:
             logger.warning("stream_broken", worker=upstream.worker.name, reason=broken.reason)
-            await self._finish(upstream.answer.usage, "reported", complete=False)
+            await self._finish(complete=False, count=False)
             if broken.told:
                 await writer.end()
             else:
@@ -188,25 +203,96 @@ class Turn:
             "x-baton-kv-tokens": str(self._outcome.tokens),
             "x-baton-kv-reason": self._outcome.reason,
             "x-baton-session": _header(self._subject.identity.id),
+            **({"x-baton-cascade": self._cascade} if self._cascade else {}),
+            **self._explanation(),
         }
+
+    def _explanation(self) -> dict[str, str]:
+        if not overrides.explain(self._in):
+            return {}
+        return {"x-baton-explain": explain.header(self._routed, self._decision)}
+
+    # A cascade
+
+    async def _answer_small(self, send: Send, plan: Cascade) -> bool:
+        """The small tier's answer, if it will do; else the decision is now to escalate."""
+        gateway, started = self._gateway, time.monotonic()
+        async with gateway.gates["small"].enter(self._in.tenant):
+            try:
+                leg = await self._open(
+                    "small", self._subject.session, cascade.asking(self._in.clean)
+                )
+            except UpstreamError as error:
+                if not error.elsewhere:
+                    raise error.error from None
+                verdict = Verdict(escalate=True, reason="unanswered")
+            else:
+                try:
+                    verdict = await self._judge(leg, plan)
+                    if not verdict.escalate:
+                        first_event = leg.upstream.opened + leg.upstream.first_event_seconds
+                        self._count_cascade("kept", verdict, time.monotonic() - first_event)
+                        await self._answer(send)
+                        return True
+                finally:
+                    # Ends what the worker still does for an answer that nobody wants.
+                    await leg.close()
+        outcome = "unanswered" if verdict.reason == "unanswered" else "escalated"
+        self._count_cascade(outcome, verdict, time.monotonic() - started)
+        self._strip = None
+        self._decision = escalate(self._decision, verdict)
+        return False
+
+    async def _judge(self, leg: Leg, plan: Cascade) -> Verdict:
+        self._strip = Strip.of(self._in.clean)
+        try:
+            await cascade.hold(leg.upstream, plan)
+        except BrokenStream as broken:
+            logger.warning("stream_broken", worker=leg.worker.name, reason=broken.reason)
+            return Verdict(escalate=True, reason="unanswered")
+        right = await cascade.check_itself(self._in, leg) if plan.self_check else None
+        self._signals = cascade.measure(leg.upstream, plan, right)
+        return plan.judge(self._signals)
+
+    def _taken_back(self, leg: Leg) -> Session | None:
+        usage = leg.upstream.answer.usage
+        turn = self._gateway.drift.write_down(leg.worker, leg.outcome, usage, Booking())
+        return cascade.taken_back(self._subject, leg, turn)
+
+    async def _rescue(self, send: Send) -> bool:
+        """Nobody else can answer: the small tier's answer, where it was held back whole."""
+        first = self._legs[0] if self._legs else None
+        if self._cascade != "escalated" or self._writer is not None or len(self._legs) != 1:
+            return False
+        if not first.upstream.answer.done:
+            return False
+        self._leg, self._cascade = first, "rescued"
+        self._gateway.metrics.cascades.labels("rescued", "escalation_failed").inc()
+        self._strip = Strip.of(self._in.clean)
+        self._decision = self._decision.model_copy(
+            update={"tier": "small", "stage": "cascade", "reason": "escalation_failed"}
+        )
+        await self._answer(send)
+        return True
+
+    def _count_cascade(self, outcome: str, verdict: Verdict, seconds: float) -> None:
+        self._cascade = outcome
+        self._gateway.metrics.cascades.labels(outcome, verdict.reason).inc()
+        self._gateway.metrics.cascade_wait.labels(outcome).observe(seconds)
 
     # Recording
 
     async def _complete(self) -> None:
-        await self._finish(self._leg.upstream.answer.usage, "reported", complete=True)
+        await self._finish(complete=True, count=False)
 
-    async def _finish(self, usage: Usage | None, basis: str, complete: bool) -> None:
-        await self._recorder.finish(
-            self._subject, self._decision, self._leg, usage, basis, complete
-        )
-
-
-def _plain(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list):
-        return "".join(part.get("text") or "" for part in content if isinstance(part, dict))
-    return ""
+    async def _finish(self, complete: bool, count: bool) -> None:
+        if self._recorder.finished:
+            return
+        *earlier, last = self._legs
+        for leg in earlier:
+            await leg.settle(count=True)
+        await last.settle(count)
+        await self._recorder.finish(self._subject, self._decision, self._legs, complete)
 
 
 def _header(value: str) -> str:
