@@ -90,14 +90,14 @@ class Desk:
         `session` is its state with this turn in it.
         """
         tenant, body = incoming.tenant, incoming.clean
-        if len(answer.choices) != 1 or incoming.path != CHAT:
+        if answer.choices.keys() != {0} or incoming.path != CHAT:
             # Several answers to one prompt have no one continuation.
             return
         said = {name: value for name, value in answer.choices[0].message().items() if value}
         # The record as it was kept, with its number.
         turn = next((one for one in session.timeline if one.at == turn.at), turn)
         if turn.epoch is not None and self._wanted(session, turn, incoming):
-            self._audits.submit(Audit(tenant, session.id, turn, worker, body, said))
+            self._audits.submit(Audit(tenant, session.id, session.born, turn, worker, body, said))
         if self._ahead is None:
             return
         if worker.tier == "large":
