@@ -70,6 +70,8 @@ class LocalConfig:
             port=self.ports[tier],
             store=self.store_folder,
             store_bytes=self.store_bytes,
+            # Without a parser SGLang answers a forced tool call as plain text.
+            extra_flags=("--tool-call-parser", "hermes"),
         )
 
 
