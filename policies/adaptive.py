@@ -35,11 +35,9 @@ class Classifier(Frozen):
 
     # A JSON file beside the policy, or the model itself.
     model: Model
-    # Stands in for inputs that a turn comes without.
-    fill: dict[str, float] = Field(default_factory=dict)
 
     def gain(self, turn: Turn) -> float:
-        return self.model.gain({**self.fill, **features(turn)})
+        return self.model.gain(features(turn))
 
 
 class Adaptive(Policy):
@@ -117,6 +115,8 @@ class Adaptive(Policy):
         return "classifier" if self.classifier is not None else "gain"
 
     def _gain(self, turn: Turn, task: Task) -> float:
+        if turn.gain is not None:
+            return turn.gain
         if self.classifier is not None:
             return self.classifier.gain(turn)
         return self.gain.get(task, 0.0)

@@ -45,6 +45,9 @@ class Turn(Frozen):
     earlier: tuple[str, ...] = Field(default=(), repr=False)
     # Mean log-probability a token (nats) that the small model gives to `text`, if it was asked.
     prompt_logprob: float | None = None
+    # Known beforehand, as in the replay of a log without prompts; else the policy finds them.
+    task: Task | None = None
+    gain: float | None = Field(default=None, ge=-1, le=1)
 
 
 class Spent(Frozen):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from policies.logistic import Calibrated
+from policies.files import Model
 
 if TYPE_CHECKING:
     from policies.base import Decision
@@ -62,7 +62,8 @@ class Cascade(BaseModel):
     below: dict[Signal, float] = Field(default_factory=dict)
     above: dict[Signal, float] = Field(default_factory=dict)
     # Learned by `baton tune`: expected gain from the signals; escalate above `threshold`.
-    score: Calibrated | None = None
+    # A JSON file beside the policy, or the model itself.
+    score: Model | None = None
     threshold: float = Field(default=0.0, ge=-1, le=1)
     # How the large tier gets the prompt's KV when the judgement is to escalate.
     kv: Literal["map", "native", "hybrid"] = "map"
@@ -83,8 +84,9 @@ class Cascade(BaseModel):
         """Pure: the same signals give the same verdict. An unmeasured signal never escalates."""
         values = {name: getattr(signals, name) for name in SIGNALS}
         gain = None
-        if self.score is not None and all(values[name] is not None for name in self.score.weights):
-            gain = self.score.gain(values)
+        measured = {name: value for name, value in values.items() if value is not None}
+        if self.score is not None and len(measured) > 1:
+            gain = self.score.gain(measured)
         for bounds, sign in ((self.below, 1), (self.above, -1)):
             for name, bound in bounds.items():
                 if values[name] is not None and sign * (bound - values[name]) > 0:

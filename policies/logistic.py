@@ -24,6 +24,8 @@ class Calibrated(BaseModel):
 
     bias: Finite = 0.0
     weights: dict[str, Finite]
+    # Stands in for features that are not there.
+    fill: dict[str, Finite] = Field(default_factory=dict)
     points: tuple[tuple[Finite, Finite], ...] = ()
 
     @field_validator("points")
@@ -42,6 +44,9 @@ class Calibrated(BaseModel):
         for name, value in features.items():
             if value and (weight := weights.get(name)):
                 z += weight * value
+        for name, value in self.fill.items():
+            if name not in features:
+                z += weights.get(name, 0.0) * value
         raw = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
         return self._calibrate(raw) if self.points else raw
 

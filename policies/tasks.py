@@ -40,6 +40,8 @@ _QUOTE = re.compile(
 
 def task_class(turn: Turn) -> Task:
     """math (numbers to work out), quote (exact words or facts of a given passage), code or chat."""
+    if turn.task is not None:
+        return turn.task
     text = turn.text
     if len(text) > 2 * _WINDOW:
         text = f"{text[:_WINDOW]}\n{text[-_WINDOW:]}"

@@ -1,0 +1,1 @@
+"""Tuning, replaying and checking policies away from the gateway."""
