@@ -43,6 +43,7 @@ class Audit:
 
     tenant: str
     session: str
+    born: str
     turn: TurnRecord
     worker: Worker
     body: dict[str, Any]
@@ -106,7 +107,9 @@ class Audits:
             await self._store.amend(
                 audit.tenant,
                 audit.session,
-                lambda session: record.audit(session, audit.turn, found, anchored, outcome),
+                lambda session: record.audit(
+                    session, audit.turn, found, anchored, outcome, audit.born
+                ),
             )
         except StoreDown:
             outcome = "session_store_down"
