@@ -80,7 +80,8 @@ def _cors(settings: Settings) -> dict[str, object]:
         "allow_headers": ["*"],
         "expose_headers": [
             "x-request-id", "x-baton-tier", "x-baton-reason", "x-baton-kv",
-            "x-baton-kv-tokens", "x-baton-kv-reason", "x-baton-session", "retry-after",
+            "x-baton-kv-tokens", "x-baton-kv-reason", "x-baton-session", "x-baton-cascade",
+            "x-baton-explain", "retry-after",
         ],
     }  # fmt: skip
 

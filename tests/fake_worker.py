@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import random
 import socket
 import threading
@@ -29,7 +30,7 @@ PAGE = 4
 LOAD_FAILED = "External KV cache load failed"
 
 
-def tokenize(messages: list[dict[str, Any]]) -> list[int]:
+def tokenize(messages: list[dict[str, Any]], opened: bool = True) -> list[int]:
     words: list[str] = []
     for message in messages:
         content = message.get("content")
@@ -38,7 +39,8 @@ def tokenize(messages: list[dict[str, Any]]) -> list[int]:
         words += [f"<{message['role']}>", *(content or "").split()]
         for call in message.get("tool_calls") or []:
             words += [call["function"]["name"], call["function"]["arguments"]]
-    words.append("<assistant>")
+    if opened:
+        words.append("<assistant>")
     return [int.from_bytes(hashlib.md5(w.encode()).digest()[:3], "big") for w in words]
 
 
@@ -95,11 +97,19 @@ class FakeWorker:
     store: PageStore = field(default_factory=PageStore)
     seconds_per_token: float = 0.0
     seconds_per_word: float = 0.0
+    # Of every token it writes; the second likeliest one is a nat below the likeliest.
+    logprob: float = -0.5
+    # What it says of its own answer when asked: the likelihoods of yes and no.
+    opinion: dict[str, float] = field(default_factory=dict)
     # Chance that a request goes wrong by itself, for load.
     fault_rate: float = 0.0
     faults: deque[Fault] = field(default_factory=deque)
     seen: list[Seen] = field(default_factory=list)
     keep: int = 2000
+    # What audits asked for, how far lossy KV is off, and the status of an audit's failure.
+    probes: list[dict[str, Any]] = field(default_factory=list)
+    drift: float = 0.0
+    probe_fault: int | None = None
     # What went wrong by request id, so that a load test can explain what its clients saw.
     faulted: dict[str, list[str]] = field(default_factory=dict)
     active: int = 0
@@ -112,6 +122,8 @@ class FakeWorker:
             routes=[
                 Route("/health", self.health),
                 Route("/v1/tokenize", self.tokenize, methods=["POST"]),
+                Route("/v1/loads", self.loads),
+                Route("/generate", self.generate, methods=["POST"]),
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/completions", self.completions, methods=["POST"]),
             ]
@@ -122,8 +134,35 @@ class FakeWorker:
 
     async def tokenize(self, request: Request) -> Response:
         body = await request.json()
-        tokens = tokenize(body["messages"])
+        tokens = tokenize(body["messages"], body.get("add_generation_prompt", True))
         return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": 8192})
+
+    async def loads(self, request: Request) -> Response:
+        return JSONResponse({"loads": [{"num_running_reqs": self.active, "num_waiting_reqs": 0}]})
+
+    async def generate(self, request: Request) -> Response:
+        """What an audit asks for: tokens on lossy KV are likelier by `drift` nats."""
+        body = orjson.loads(await request.body())
+        self.probes.append(body)
+        if self.probe_fault is not None:
+            return JSONResponse({"error": {"message": "scripted failure"}}, self.probe_fault)
+        ids, start = body["input_ids"], body.get("logprob_start_len")
+        namespace = (self.model, body.get("extra_key"), body.get("cache_salt"))
+        readable = ids if start is None else ids[:start]
+        cached = PAGE * self.store.prefix(namespace, pages(readable))
+        if self.seconds_per_token:
+            await self._busy(
+                request, Seen("", {}, {}), self.seconds_per_token * (len(ids) - cached)
+            )
+        self.store.add(namespace, pages(ids))
+        meta: dict[str, Any] = {"prompt_tokens": len(ids), "cached_tokens": cached}
+        if body.get("return_logprob"):
+            value = -1.0 + (self.drift if body.get("extra_key") else 0.0)
+            scored = [
+                [None if at == start else value, ids[at], None] for at in range(start, len(ids))
+            ]
+            meta["input_token_logprobs"] = scored
+        return JSONResponse({"text": "x", "output_ids": [1], "meta_info": meta})
 
     async def completions(self, request: Request) -> Response:
         body = orjson.loads(await request.body())
@@ -149,6 +188,7 @@ class FakeWorker:
         try:
             token_ids = tokenize(messages)
             writer = Answer(body, messages, len(token_ids), chat)
+            writer.logprob, writer.opinion = self.logprob, self.opinion
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             # As a real worker does with what it cannot make sense of.
             return JSONResponse({"object": "error", "message": repr(error), "code": 400}, 400)
@@ -292,6 +332,8 @@ class Answer:
             self.calls = [{"name": name, "arguments": '{"city": "Paris"}', "id": "call_1"}]
             self.words, self.finish = [], "tool_calls"
         self.n = body.get("n") or 1
+        self.logprob = -0.5
+        self.opinion: dict[str, float] = {}
 
     def usage(self) -> dict[str, Any]:
         completion = self.n * (len(self.words) or 5)
@@ -313,7 +355,17 @@ class Answer:
             {"token": f"{word}{rank}", "logprob": -float(rank), "bytes": None}
             for rank in range(self.body.get("top_logprobs") or 0)
         ]
-        entry = {"token": word, "logprob": -0.5, "bytes": list(word.encode()), "top_logprobs": top}
+        if self.opinion and self.body.get("max_tokens") == 1:
+            top = [
+                {"token": token, "logprob": math.log(chance), "bytes": None}
+                for token, chance in self.opinion.items()
+            ]
+        entry = {
+            "token": word,
+            "logprob": self.logprob,
+            "bytes": list(word.encode()),
+            "top_logprobs": top,
+        }
         return {"content": [entry]}
 
     def whole(self) -> dict[str, Any]:
@@ -349,6 +401,8 @@ class Answer:
     def _event(self, choices: list[dict], **more: Any) -> bytes:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         chunk = {**self._base(kind), "choices": choices, **more}
+        if (self.body.get("stream_options") or {}).get("continuous_usage_stats"):
+            chunk.setdefault("usage", self.usage())
         return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n".encode()
 
     def _delta(self, index: int, delta: dict, finish: str | None = None, **more: Any) -> bytes:

@@ -44,6 +44,11 @@ async def ready(request: Request) -> Response:
             }
             for worker in gateway.pool.workers
         },
+        # A policy whose file is bad goes on as it last was, and traffic may come.
+        "policies": {
+            name: {"version": version, "stale": name in gateway.policies.errors}
+            for name, version in gateway.policies.versions().items()
+        },
         "session_store": "up" if store_up else "down",
         "mapper": {True: "up", False: "down", None: "none"}[mapper_up],
     }

@@ -34,6 +34,7 @@ _HEADERS: dict[str, dict[str, Any]] = {
     "x-session-id": {"type": "string", "maxLength": MAX_ID},
     "x-baton-tier": {"type": "string", "enum": ["small", "large"]},
     "x-baton-policy": {"type": "string"},
+    "x-baton-explain": {"type": "string", "enum": ["1", "true", "yes"]},
     "x-request-id": {"type": "string", "maxLength": 128},
 }
 

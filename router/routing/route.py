@@ -18,8 +18,10 @@ from router.settings import Tier
 from router.turns.incoming import Subject
 
 _REFUSALS = {
-    "budget_money": "The budget is used up.",
-    "budget_large_tokens": "The budget of large-model tokens is used up.",
+    "budget_session_money": "This session's budget is used up.",
+    "budget_session_large_tokens": "This session's budget of large-model tokens is used up.",
+    "budget_tenant_money": "Today's budget is used up.",
+    "budget_tenant_large_tokens": "Today's budget of large-model tokens is used up.",
 }
 
 
@@ -91,7 +93,7 @@ def refusal(decision: Decision, headers: dict[str, str]) -> ApiError:
     rejection = decision.rejection
     # The client's library shall not try again by itself: nothing changes until the budget does.
     headers = {"x-should-retry": "false", "x-baton-reason": decision.reason, **headers}
-    if rejection.status == 429:
+    if rejection.status == 429 and rejection.code.startswith("budget_tenant"):
         headers["retry-after"] = str(seconds_left())
     return ApiError(
         rejection.status,

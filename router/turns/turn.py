@@ -64,20 +64,23 @@ class Turn:
         if decision.rejection is not None:
             gateway.metrics.rejected.labels(decision.rejection.code).inc()
             raise refusal(decision, self._explanation())
-        # Only a turn that was not asked for by model may be answered by the other tier.
-        fallback = "none" if forced else policy.fail_open
+        # Only a turn that was not asked for by model, and has not used up a budget, may be
+        # answered by the other tier.
+        fallback = "none" if forced or decision.stage == "budget" else policy.fail_open
         session = self._subject.session
         if decision.cascade is not None and cascade.possible(self._in):
             if await self._answer_small(send, decision.cascade):
                 return
             if self._legs:
                 session = self._taken_back(self._legs[0])
-            fallback = "small" if fallback != "none" else "none"
+            if fallback != "none":
+                fallback = "held" if self._held else "small"
         try:
             await self._answer_by(send, session, fallback)
         except (UpstreamError, ApiError) as error:
-            if not await self._rescue(send):
+            if fallback != "held" or self._writer is not None:
                 raise error.error if isinstance(error, UpstreamError) else error from None
+            await self._rescue(send)
 
     async def abandoned(self) -> None:
         """The client has gone. What was done for it is recorded all the same."""
@@ -138,7 +141,7 @@ class Turn:
         """By the decision's tier, else by `fallback`. Raises UpstreamError, ApiError."""
         gateway = self._gateway
         tiers = [self._decision.tier]
-        if fallback not in ("none", self._decision.tier) and fallback in gateway.pool.models:
+        if fallback != self._decision.tier and fallback in gateway.pool.models:
             tiers.append(fallback)
         failure: UpstreamError | None = None
         for tier in tiers:
@@ -259,21 +262,20 @@ class Turn:
         turn = self._gateway.drift.write_down(leg.worker, leg.outcome, usage, Booking())
         return cascade.taken_back(self._subject, leg, turn)
 
-    async def _rescue(self, send: Send) -> bool:
-        """Nobody else can answer: the small tier's answer, where it was held back whole."""
-        first = self._legs[0] if self._legs else None
-        if self._cascade != "escalated" or self._writer is not None or len(self._legs) != 1:
-            return False
-        if not first.upstream.answer.done:
-            return False
-        self._leg, self._cascade = first, "rescued"
+    @property
+    def _held(self) -> bool:
+        """Whether the small tier's answer was held back whole."""
+        return bool(self._legs) and self._legs[0].upstream.answer.done
+
+    async def _rescue(self, send: Send) -> None:
+        """The large tier cannot answer: the small tier's answer is better than none."""
+        self._leg, self._cascade = self._legs[0], "rescued"
         self._gateway.metrics.cascades.labels("rescued", "escalation_failed").inc()
         self._strip = Strip.of(self._in.clean)
         self._decision = self._decision.model_copy(
             update={"tier": "small", "stage": "cascade", "reason": "escalation_failed"}
         )
         await self._answer(send)
-        return True
 
     def _count_cascade(self, outcome: str, verdict: Verdict, seconds: float) -> None:
         self._cascade = outcome
