@@ -192,30 +192,66 @@ def calibrate(
 
 @app.command("eval")
 def evaluate(
-    source: Annotated[Path, typer.Argument(help="Source model folder.")],
-    target: Annotated[Path, typer.Argument(help="Target model folder.")],
+    source: Annotated[Path, typer.Argument(help="Model folder whose cache is mapped.")],
+    target: Annotated[Path, typer.Argument(help="Model folder that answers on mapped KV.")],
     out: Annotated[Path, typer.Argument(help="Folder for report.json and plots.")],
-    artifact: Annotated[
+    variant: Annotated[
         list[Path],
-        typer.Option(help="Artifact to measure; repeatable; the first one gets the quality card."),
+        typer.Option(
+            "--variant",
+            "--artifact",
+            help="Artifact folder to measure; repeat it to compare several. Controls are made "
+            "from the first one, and it gets the native tail that its curve asks for.",
+        ),
     ],
     dialogues: Annotated[
-        Path, typer.Option(help=".jsonl of {messages, split}; lines of the split heldout are used.")
+        Path, typer.Option(help=".jsonl of {messages, split} that no artifact was fitted on.")
     ],
     data: Annotated[
-        Path | None, typer.Option(help="Folder of JSONL task files; none: dialogues only.")
+        Path | None,
+        typer.Option(help="Folder of JSONL task files, named as the task; none: dialogues only."),
     ] = None,
+    baseline: Annotated[
+        Path | None,
+        typer.Option(
+            help="Artifact whose KL all others are divided by; it is also measured with "
+            "position 0 mapped, as published. OUT.moments beside it is used if there."
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this task; repeatable. An unknown name lists them."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="Lines of --dialogues to use.")] = "heldout",
     conversations: Annotated[int, typer.Option(help="Dialogues to measure at most.")] = 40,
-    items: Annotated[int, typer.Option(help="Questions a task.")] = 50,
-    tail: Annotated[int, typer.Option(help="Native tail of the task questions.")] = 64,
+    items: Annotated[int, typer.Option(help="Questions a task at most.")] = 100,
+    tail: Annotated[
+        int, typer.Option(help="Last prompt tokens that the target computes itself, in tasks.")
+    ] = 64,
+    minutes: Annotated[
+        float,
+        typer.Option(help="Limit of the run: fewer items where all take longer. 0: no limit."),
+    ] = 12,
+    dtype: Annotated[
+        str, typer.Option(help="What both models compute in: float32 or bfloat16.")
+    ] = "float32",
 ) -> None:
-    """Measure what mapped caches do to answers, beside floors and controls, in one run."""
+    """Measure what mapped KV does to answers, beside floors, controls and the source alone.
+
+    One direction a run; exchange SOURCE and TARGET, with the other artifacts, for the other.
+    An estimate is printed first, then tables; OUT gets report.json and plots, and each
+    artifact's manifest its quality card, by which policies decide whether to use mapped KV.
+
+        baton eval SMALL LARGE report --variant maps/auto --variant maps/local
+            --baseline maps/ridge --dialogues heldout.jsonl --data tasks
+    """
     from mapper.quality.evaluate import run
 
     with _reported():
         run(
-            source, target, artifact, dialogues, out,
-            data=data, conversations=conversations, items=items, tail=tail,
+            source, target, variant, dialogues, out,
+            data=data, baseline=baseline, tasks=tuple(task or ()), split=split,
+            conversations=conversations, items=items, tail=tail, minutes=minutes, dtype=dtype,
         )  # fmt: skip
 
 
