@@ -255,6 +255,38 @@ def evaluate(
         )  # fmt: skip
 
 
+@app.command()
+def outcomes(
+    data: Annotated[Path, typer.Argument(help="Folder of JSONL task files.")],
+    out: Annotated[Path, typer.Argument(help="JSONL to write; an interrupted run goes on there.")],
+    small: Annotated[
+        Path | None, typer.Option(help="Model folder of the small tier; default: the demo's.")
+    ] = None,
+    large: Annotated[
+        Path | None, typer.Option(help="Model folder of the large tier; default: the demo's.")
+    ] = None,
+    items: Annotated[int, typer.Option(help="Questions a task.")] = 200,
+    task: Annotated[
+        list[str] | None, typer.Option(help="Only this task; repeatable; default: all that fit.")
+    ] = None,
+) -> None:
+    """Let both models answer task questions: what `baton tune` fits routing policies on.
+
+    Each line of OUT has a question, both models' answers (right or wrong) and what a cascade
+    would have seen of the small one's.
+    """
+    from mapper.quality.outcomes import run
+
+    if small is None or large is None:
+        from mapper.demo.models import demo_models
+
+        models = demo_models()
+        small, large = small or models["small"], large or models["large"]
+    with _reported():
+        count = run(small, large, data, out, items=items, only=task or None)
+    typer.echo(f"{out}: {count} questions")
+
+
 @app.command("plan")
 def show_plan(
     pair: Annotated[str, typer.Argument(help="A preset; an unknown name lists them.")],

@@ -38,3 +38,7 @@ class BadArtifact(MapperError):
 
 class CalibrationError(MapperError):
     """Calibration cannot give a trustworthy map (too little text, non-finite values, ...)."""
+
+
+class BadTask(MapperError):
+    """A task file that cannot be used; the message names the file and the line."""

@@ -33,15 +33,51 @@ def read_conversations(
     Raises:
         CalibrationError: the file has no dialogue of that split.
     """
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    items = [json.loads(line) for line in lines if line.strip()]
-    dialogues = [item["messages"] for item in items if item.get("split", split) == split]
+    dialogues = [messages for name, messages in _read(path) if name in (None, split)]
     if not dialogues:
         raise CalibrationError(f"{path} has no dialogue of the split {split!r}")
     return [
         _chain(dialogues, last, tokenizer, shortest_prompt)
         for last in range(min(count, len(dialogues)))
     ]
+
+
+def read_other(
+    path: Path, tokenizer: PreTrainedTokenizerBase, *, split: str, shortest_prompt: int
+) -> torch.Tensor:
+    """Token ids of a conversation of another split; of the same one where there is no other."""
+    dialogues = [messages for name, messages in _read(path) if name not in (None, split)]
+    dialogues = dialogues or [messages for _, messages in _read(path)]
+    return _chain(dialogues, len(dialogues) // 2, tokenizer, shortest_prompt).ids
+
+
+def _read(path: Path) -> list[tuple[str | None, list[dict]]]:
+    """Split (if any) and messages of each line.
+
+    Raises:
+        CalibrationError: a line is no dialogue; the message has its number.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibrationError(f"{path}: {error}") from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            roles = [message["role"] for message in item["messages"]]
+            if roles[-1] != "assistant" or not all(
+                isinstance(message["content"], str) for message in item["messages"]
+            ):
+                raise ValueError("it has to end with an assistant's answer, in text")
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise CalibrationError(
+                f"{path}:{number}: no dialogue {{'messages': [...]}}: {error!r}"
+            ) from None
+        found.append((item.get("split"), item["messages"]))
+    return found
 
 
 def _chain(

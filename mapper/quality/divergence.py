@@ -1,4 +1,4 @@
-"""KL per token and top-1 agreement of the target's answers on a mapped prefix against its own."""
+"""KL per token and top-1 agreement of the target's answers on other caches against its own."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from mapper.capture.model import CapturedModel, Prefill, build_cache
 from mapper.quality.conversations import Conversation
+from mapper.quality.reader import Reader
+from mapper.quality.statistics import figure, resample
 
-# k, v [target_layers, tokens, kv_heads, head_dim] of a prompt, from the source's prefill,
-# the target's own (exact) one, and the conversation's index.
-Prefix = Callable[[Prefill, Prefill, int], tuple[torch.Tensor, torch.Tensor]]
+# By arm, then by native tail.
+Divergences = dict[str, dict[int, "Divergence"]]
+SOURCE = "source alone"
 
 
 @dataclass
@@ -32,83 +33,74 @@ class Divergence:
 
     def summary(self) -> dict[str, float | list[float]]:
         """Means per token, each with a 95 % interval bootstrapped over conversations."""
-        kl, agree, tokens = (
-            np.array(part, dtype=float) for part in (self.kl, self.agree, self.tokens)
-        )
-        draws = np.random.default_rng(0).integers(0, len(tokens), (2000, len(tokens)))
-        weights = tokens[draws].sum(1)
-        return {
-            "kl": float(kl.sum() / tokens.sum()),
-            "kl_interval": _interval(kl[draws].sum(1) / weights),
-            "top1": float(agree.sum() / tokens.sum()),
-            "top1_interval": _interval(agree[draws].sum(1) / weights),
-            "tokens": int(tokens.sum()),
-        }
-
-
-def _interval(values: np.ndarray) -> list[float]:
-    return [float(value) for value in np.percentile(values, [2.5, 97.5])]
-
-
-@torch.inference_mode()
-def continue_from(
-    model: CapturedModel, k: torch.Tensor, v: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """Log-probabilities [tokens, vocabulary] after each of `ids`, on top of a cache."""
-    logits = model.model(input_ids=ids[None], past_key_values=build_cache(k, v)).logits[0]
-    return logits.float().log_softmax(-1)
-
-
-def answer_logprobs(
-    model: CapturedModel, cache: tuple[torch.Tensor, torch.Tensor], talk: Conversation, tail: int
-) -> torch.Tensor:
-    """Log-probabilities of the answer's tokens; the last `tail` prompt tokens are the model's own.
-
-    At least the prompt's last token is: a server always computes that one.
-    """
-    start = talk.prompt - max(tail, 1)
-    k, v = (part[:, :start] for part in cache)
-    return continue_from(model, k, v, talk.ids[start:-1])[-(len(talk.ids) - talk.prompt) :]
-
-
-def with_sink(
-    mapped: tuple[torch.Tensor, torch.Tensor], native: Prefill
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Position 0 from the target itself, as the sink table gives it."""
-    return tuple(
-        torch.cat((own[:, :1], other[:, 1:]), dim=1)
-        for own, other in zip((native.k, native.v), mapped, strict=True)
-    )
-
-
-class Judge:
-    """Both models' prefills of a set of conversations, made once for all variants."""
-
-    def __init__(
-        self, source: CapturedModel, target: CapturedModel, talks: Sequence[Conversation]
-    ) -> None:
-        self.source, self.target, self.talks = source, target, list(talks)
-        self.prefills = [
-            tuple(model.prefill(talk.ids[: talk.prompt]) for model in (source, target))
-            for talk in self.talks
-        ]
-        self.native = [
-            answer_logprobs(target, (own.k, own.v), talk, 1)
-            for (_, own), talk in zip(self.prefills, self.talks, strict=True)
-        ]
-
-    def measure(self, prefix: Prefix, tails: Sequence[int] = (1,)) -> dict[int, Divergence]:
-        """The divergence of answers on top of `prefix` for each length of the native tail."""
-        results = {tail: Divergence() for tail in tails}
-        for index, (talk, (theirs, own)) in enumerate(zip(self.talks, self.prefills, strict=True)):
-            cache = prefix(theirs, own, index)
-            for tail, result in results.items():
-                result.add(self.native[index], answer_logprobs(self.target, cache, talk, tail))
-        return results
-
-    def source_alone(self) -> Divergence:
-        """What staying on the source would cost, in the same currency."""
-        result = Divergence()
-        for talk, (theirs, _), native in zip(self.talks, self.prefills, self.native, strict=True):
-            result.add(native, answer_logprobs(self.source, (theirs.k, theirs.v), talk, 1))
+        draws = resample(len(self.tokens))
+        result = {"conversations": len(self.tokens), "tokens": sum(self.tokens)}
+        for name, sums in (("kl", self.kl), ("top1", self.agree)):
+            one = figure(_per_token(sums, self.tokens, draws))
+            result |= {name: one["value"], f"{name}_interval": one["interval"]}
         return result
+
+    def kl_over(self, other: Divergence) -> dict[str, float | list[float] | None]:
+        """This KL divided by another's, on the conversations that both were measured on."""
+        both = min(len(self.tokens), len(other.tokens))
+        draws = resample(both)
+        mine = _per_token(self.kl[:both], self.tokens[:both], draws)
+        theirs = _per_token(other.kl[:both], other.tokens[:both], draws)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return figure(mine / theirs)
+
+
+def _per_token(sums: Sequence[float], tokens: Sequence[int], draws: np.ndarray) -> np.ndarray:
+    return np.array(sums, dtype=float)[draws].sum(1) / np.array(tokens, dtype=float)[draws].sum(1)
+
+
+def measure(
+    reader: Reader,
+    talks: Sequence[Conversation],
+    *,
+    tail: int,
+    curve: Sequence[int],
+    variants: int,
+    extras: int,
+    running: Callable[[], bool] = lambda: True,
+) -> Divergences:
+    """Answers of each conversation on top of every arm's cache of its prompt.
+
+    Args:
+        reader: its arms are the native one, `variants` variants, then floors and controls.
+        tail: native tail that all variants are measured with, beside none.
+        curve: native tails that the first variant is measured with.
+        extras: how many conversations floors and controls are measured on; they get no tail.
+        running: asked before each conversation; False ends the measurement.
+
+    A tail of 1 is none: a server always computes the last token of a prompt itself.
+    """
+    found: Divergences = {arm.name: {1: Divergence()} for arm in reader.arms[1:]}
+    found[SOURCE] = {1: Divergence()}
+    for length in sorted({tail, *curve} - {1}):
+        for arm in reader.arms[1 : 1 + (variants if length == tail else 1)]:
+            found[arm.name][length] = Divergence()
+    for index, talk in enumerate(talks):
+        if index and not running():
+            break
+        last = 1 + variants if index >= extras else len(reader.arms)
+        reader.load(talk.ids[: talk.prompt - 1], last)
+        native = None
+        # A longer tail overwrites more of the caches: the shortest first.
+        for length in sorted({1, tail, *curve}):
+            start = max(talk.prompt - length, 1)
+            arms = range(0, last) if length == 1 else range(1, last)
+            arms = [row for row in arms if row == 0 or length in found[reader.arms[row].name]]
+            hidden = reader.batch.run(
+                talk.ids[start:-1], start, slice(arms[0], arms[-1] + 1)
+            )[:, talk.prompt - 1 - start :]  # fmt: skip
+            for row, states in zip(arms, hidden, strict=True):
+                logprobs = reader.batch.logprobs(states)
+                if row == 0:
+                    native = logprobs
+                else:
+                    found[reader.arms[row].name][length].add(native, logprobs)
+        states = reader.source.run(talk.ids[talk.prompt - 1 : -1], talk.prompt - 1)[0]
+        found[SOURCE][1].add(native, reader.source.logprobs(states))
+        reader.keep(max(0, talk.prompt - max(tail, *curve)))
+    return found

@@ -3,30 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from rich.console import Console
-from rich.table import Table
-from transformers import AutoTokenizer
-
-from mapper.artifact import Artifact, write_quality
-from mapper.capture.model import CapturedModel
-from mapper.quality import controls, plots
-from mapper.quality.conversations import read_conversations
-from mapper.quality.divergence import Judge
-from mapper.quality.scoring import Reader
-from mapper.quality.tasks import Task, few_shot, read_tasks
-
-TAILS = (1, 16, 32, 64, 128)
-# The native tail is the shortest with at most this KL: every further token is prefilled on the
-# user's path, and below it the answers of both caches are hard to tell apart.
-KL_GOAL = 0.03
-
-console = Console(stderr=True)
+from mapper.artifact import read_manifest, write_quality
+from mapper.quality import card, plots, report
+from mapper.quality.evaluation import TAILS, Evaluation, Settings
+from mapper.quality.tasks import read_tasks
 
 
 def run(
@@ -37,164 +22,82 @@ def run(
     out: Path,
     *,
     data: Path | None = None,
-    conversations: int = 40,
-    items: int = 50,
-    tail: int = 64,
-    split: str = "heldout",
+    baseline: Path | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
-    """Measures each artifact and writes `report.json` and plots to the folder `out`.
+    """Measures artifacts side by side; writes `report.json` and plots to the folder `out`.
 
     Args:
         source, target: the model folders the artifacts were made for.
-        artifacts: the first is the one that controls are derived from and that gets the card.
-        dialogues: .jsonl of {"messages", "split"}; only `split` is used, chained until prompts
+        artifacts: the first is the one that controls are derived from.
+        dialogues: .jsonl of {"messages", "split"}; only one split is used, chained until prompts
             have 512 tokens.
         data: folder of task files (JSONL); without it only dialogues are measured.
-        items: questions of each task.
-        tail: native tail of the task questions.
+        baseline: an artifact that all others are compared with; measured as published, too.
+        settings: fields of `Settings`.
 
-    The first artifact's manifest gets the report as its quality card, and the native tail that
-    the measured curve asks for.
+    Every artifact's manifest gets its part of the report as its quality card; the first one's
+    also the native tail that the measured curve asks for.
 
     Raises:
         UnsupportedModel: an artifact was made for other models.
-        BadArtifact, CalibrationError: an artifact or a file of dialogues cannot be used.
+        BadArtifact, BadTask, CalibrationError: an artifact, a task file or a file of dialogues
+            cannot be used.
     """
-    models = [CapturedModel(folder) for folder in (source, target)]
-    loaded = {Path(path).name: Artifact.load(path) for path in artifacts}
-    for artifact in loaded.values():
-        made_for = artifact.manifest
-        artifact.check(
-            *(
-                model.spec.model_copy(
-                    update={"kv_dtype": mine.kv_dtype, "page_size": mine.page_size}
-                )
-                for model, mine in zip(models, (made_for.source, made_for.target), strict=True)
-            )
-        )
-    tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
-    talks = read_conversations(
-        dialogues, tokenizer, split=split, shortest_prompt=512, count=conversations
-    )
-    report: dict[str, Any] = {
-        "conversations": len(talks),
-        "dialogues": _dialogues(models, loaded, talks),
-    }
-    if data is not None:
-        report["tasks"] = {
-            task.name: _task(task, models, tokenizer, loaded, tail)
-            for task in read_tasks(data, items=items)
-        }
+    started = time.monotonic()
+    chosen = Settings(**settings)
+    # Task files first: a malformed line is found before any model is loaded.
+    tasks = [] if data is None else list(
+        read_tasks(data, items=chosen.items, only=list(chosen.tasks) or None)
+    )  # fmt: skip
+    evaluation = Evaluation(source, target, artifacts, baseline, dialogues, tasks, chosen)
+    results = evaluation.run(started)
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
-    for name, artifact in loaded.items():
-        report["dialogues"][name]["parameters"] = artifact.manifest.parameters
-    (out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    plots.draw(report, loaded, out)
-    _print(report, tail)
-    first = Path(artifacts[0])
-    chosen = choose_tail(report["dialogues"][first.name])
-    write_quality(first, report, native_tail=chosen)
-    console.print(f"native tail of {first.name}: {chosen} tokens")
-    return report
-
-
-def choose_tail(curve: dict[str, Any]) -> int:
-    """The shortest measured tail that reaches `KL_GOAL`, or the longest when none does."""
-    good = [tail for tail in TAILS if curve[f"tail {tail}"]["kl"] <= KL_GOAL]
-    return min(good, default=max(TAILS))
-
-
-def _dialogues(models, loaded: dict[str, Artifact], talks) -> dict[str, Any]:
-    """Divergence by variant and tail; controls and floors without a tail."""
-    judge = Judge(*models, talks)
-    first = next(iter(loaded.values()))
-    prefixes = {
-        "floor: identity": controls.identity,
-        "floor: bf16 round trip": controls.rounded,
-        "control: raw": controls.raw,
-        "control: zero": controls.zero,
-        "control: wrong document": controls.wrong_document(first, judge.prefills),
-    }
-    if first.maps is not None:
-        prefixes["control: random map"] = controls.random_map(first)
-    results = {}
-    for name, artifact in loaded.items():
-        measured = judge.measure(controls.mapped(artifact), TAILS)
-        results[name] = {f"tail {tail}": one.summary() for tail, one in measured.items()}
-        console.print(name, {tail: round(one["kl"], 4) for tail, one in results[name].items()})
-    for name, prefix in prefixes.items():
-        results[name] = {"tail 1": judge.measure(prefix)[1].summary()}
-        console.print(name, round(results[name]["tail 1"]["kl"], 4))
-    results["source alone"] = {"tail 1": judge.source_alone().summary()}
+    results["seconds"] = round(time.monotonic() - started, 1)
+    (out / "report.json").write_text(json.dumps(results, indent=1) + "\n")
+    plots.draw(results, out)
+    report.show(results)
+    for name, folder in evaluation.folders.items():
+        curve = results["dialogues"][name]
+        tail = read_manifest(folder).native_tail
+        if name == next(iter(evaluation.folders)):
+            tail = choose_tail(curve)
+            report.console.print(f"native tail of {name}: {tail} tokens")
+        write_quality(folder, quality_card(results, name), native_tail=tail)
+    report.console.print(f"{out}/report.json and plots, after {results['seconds']:.0f} s")
     return results
 
 
-@torch.inference_mode()
-def _task(task: Task, models, tokenizer, loaded: dict[str, Artifact], tail: int) -> dict[str, Any]:
-    """Accuracy of target, source and each artifact, with paired bootstrap intervals."""
-    readers = [Reader(model, tokenizer) for model in models]
-    shared_text = few_shot(task, lambda text: len(tokenizer.encode(text)))
-    shared = len(tokenizer.encode(shared_text, add_special_tokens=False))
-    prefixes = {name: controls.mapped(artifact) for name, artifact in loaded.items()}
-    right: dict[str, list[bool]] = {name: [] for name in ("target", "source", *prefixes)}
-    lengths = []
-    for index, question in enumerate(task.questions):
-        ids = torch.tensor(tokenizer.encode(shared_text + question.text, add_special_tokens=False))
-        # The last shared token may be merged with the question's first; it is not shared then.
-        common = shared - 1
-        theirs, own = (reader.prefill(ids, common) for reader in readers)
-        lengths.append(len(ids))
-        right["target"].append(readers[1].answer(question, ids, (own.k, own.v), 1))
-        right["source"].append(readers[0].answer(question, ids, (theirs.k, theirs.v), 1))
-        for name, prefix in prefixes.items():
-            right[name].append(readers[1].answer(question, ids, prefix(theirs, own, index), tail))
-    summary = {"items": len(lengths), "shortest_prompt": min(lengths)}
-    native = np.array(right["target"], dtype=float)
-    for name, answers in right.items():
-        summary[name] = _retention(
-            np.array(answers, dtype=float), native, np.array(right["source"], float)
-        )
-    console.print(task.name, {name: summary[name]["accuracy"] for name in right})
-    return summary
+def choose_tail(curve: dict[str, Any]) -> int:
+    """The shortest measured tail that reaches the goal for KL, or the longest when none does.
+
+    Every further token is prefilled on the user's path, and below the goal the answers of both
+    caches are hard to tell apart.
+    """
+    measured = {length: curve.get(f"tail {length}") for length in TAILS}
+    good = [length for length, one in measured.items() if one and one["kl"] <= card.KL_GOAL]
+    return min(good, default=max(TAILS))
 
 
-def _retention(answers: np.ndarray, native: np.ndarray, source: np.ndarray) -> dict[str, Any]:
-    draws = np.random.default_rng(0).integers(0, len(answers), (2000, len(answers)))
-    ratio = answers[draws].mean(1) / np.maximum(native[draws].mean(1), 1e-9)
-    gap = native.mean() - source.mean()
+def quality_card(results: dict[str, Any], name: str) -> dict[str, Any]:
+    """One artifact's part of a report, with floors, controls and the source alone."""
+    variants = results["variants"]
+    beside = [arm for arm in results["dialogues"] if arm == name or arm not in variants]
     return {
-        "accuracy": float(answers.mean()),
-        "retention": float(answers.mean() / native.mean()) if native.any() else None,
-        "retention_interval": [float(value) for value in np.percentile(ratio, [2.5, 97.5])],
-        "share_of_gap": float((answers.mean() - source.mean()) / gap) if gap > 0 else None,
-    }
-
-
-def _print(report: dict[str, Any], tail: int) -> None:
-    table = Table("dialogues", "parameters", "tail", "KL nats/token", "top-1")
-    for name, tails in report["dialogues"].items():
-        for length, one in tails.items():
-            if isinstance(one, dict):
-                low, high = one["kl_interval"]
-                cells = f"{one['kl']:.4f} [{low:.4f}, {high:.4f}]", f"{one['top1']:.3f}"
-                table.add_row(name, str(tails.get("parameters", "")), length.split()[1], *cells)
-    console.print(table)
-    for task, summary in report.get("tasks", {}).items():
-        table = Table(
-            f"{task} (tail {tail}, {summary['items']} items)",
-            "accuracy",
-            "retention",
-            "95 %",
-            "gap",
-        )
-        for name, one in summary.items():
-            if isinstance(one, dict):
-                table.add_row(
-                    name,
-                    f"{one['accuracy']:.3f}",
-                    "-" if one["retention"] is None else f"{one['retention']:.3f}",
-                    "{:.2f}..{:.2f}".format(*one["retention_interval"]),
-                    "-" if one["share_of_gap"] is None else f"{one['share_of_gap']:.2f}",
-                )
-        console.print(table)
+        "settings": results["settings"],
+        "conversations": results["conversations"],
+        "retention": results["policy_retention"][name],
+        "claims": results["claims"][name],
+        "dialogues": {arm: results["dialogues"][arm] for arm in beside},
+        "classes": {
+            kind: figures | {"retention": {arm: one for arm, one in figures["retention"].items() if arm in beside}}
+            for kind, figures in results["classes"].items()
+        },
+        "tasks": {
+            task: {key: figures[key] for key in ("class", "items")}
+            | {"arms": {arm: one for arm, one in figures["arms"].items() if arm in (*beside, card.NATIVE)}}
+            for task, figures in results["tasks"].items()
+        },
+        "layers": results["layers"][name],
+    }  # fmt: skip

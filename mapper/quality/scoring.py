@@ -1,75 +1,126 @@
-"""Answers to task questions on top of a cache: option log-likelihoods and greedy spans."""
+"""Continuations of one prompt on top of many caches: option likelihoods and greedy answers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
-from transformers import DynamicCache, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from mapper.capture.model import CapturedModel, Prefill, build_cache, stack_cache
-from mapper.quality.tasks import Question, normalise
-
-# Longest span that a greedy answer may have; longer answers are counted as cut.
-ANSWER_TOKENS = 24
+from mapper.quality.batch import ALL_ROWS, CacheBatch
+from mapper.quality.tasks.answers import repeats
 
 
-class Reader:
-    """One model that answers questions which share the beginning of their prompts."""
+@dataclass(frozen=True)
+class Continuation:
+    """Token ids that may follow a prompt; the first `unscored` of them are given, not judged."""
 
-    def __init__(self, model: CapturedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.model, self.tokenizer = model, tokenizer
-        self._shared: tuple[torch.Tensor, Prefill] | None = None
+    ids: torch.Tensor
+    unscored: int = 0
 
-    @torch.inference_mode()
-    def prefill(self, ids: torch.Tensor, shared: int) -> Prefill:
-        """The cache of `ids`; the first `shared` tokens are computed once for all questions."""
-        if self._shared is None or not torch.equal(self._shared[0], ids[:shared]):
-            self._shared = ids[:shared], self.model.prefill(ids[:shared])
-        start = self._shared[1]
-        cache = build_cache(start.k, start.v)
-        self.model.model.base_model(input_ids=ids[None, shared:], past_key_values=cache)
-        return Prefill(*stack_cache(cache))
 
-    @torch.inference_mode()
-    def answer(
-        self,
-        question: Question,
-        ids: torch.Tensor,
-        cache: tuple[torch.Tensor, torch.Tensor],
-        tail: int,
-    ) -> bool:
-        """Whether the model answers rightly, computing the last `tail` prompt tokens itself."""
-        start = len(ids) - max(tail, 1)
-        past = build_cache(*(part[:, :start] for part in cache))
-        logits = self.model.model(input_ids=ids[None, start:], past_key_values=past).logits[0, -1]
-        if question.options:
-            return self._best_option(question, past, logits) == question.label
-        spoken = normalise(self._greedy(past, logits))
-        return spoken in {normalise(answer) for answer in question.answers}
+@dataclass(frozen=True)
+class Likelihood:
+    """Log-likelihood of a continuation's scored tokens, and whether greedy decoding gives them."""
 
-    def _best_option(self, question: Question, past: DynamicCache, logits: torch.Tensor) -> int:
-        """By log-likelihood per character, so that long options are not at a disadvantage."""
-        scores = []
-        length = past.get_seq_length()
-        for option in question.options:
-            ids = torch.tensor(self.tokenizer.encode(option, add_special_tokens=False))
-            rows = [logits[None]]
-            if len(ids) > 1:
-                rows.append(
-                    self.model.model(input_ids=ids[None, :-1], past_key_values=past).logits[0]
-                )
-                past.crop(length)
-            chosen = torch.cat(rows).log_softmax(-1).gather(1, ids[:, None]).sum()
-            scores.append(float(chosen) / len(option))
-        return max(range(len(scores)), key=scores.__getitem__)
+    logprob: float
+    tokens: int
+    greedy: bool
 
-    def _greedy(self, past: DynamicCache, logits: torch.Tensor) -> str:
-        """Up to the end of the line."""
-        spoken: list[int] = []
-        for _ in range(ANSWER_TOKENS):
-            spoken.append(int(logits.argmax()))
-            text = self.tokenizer.decode(spoken)
-            if "\n" in text.lstrip() or spoken[-1] == self.tokenizer.eos_token_id:
-                return text.strip().split("\n")[0]
-            step = torch.tensor([[spoken[-1]]])
-            logits = self.model.model(input_ids=step, past_key_values=past).logits[0, -1]
-        return self.tokenizer.decode(spoken)
+
+@dataclass(frozen=True)
+class Spoken:
+    """A greedy answer; `cut` by the limit of tokens, `looping` when it ends in repetitions."""
+
+    text: str
+    cut: bool
+    looping: bool
+
+
+def score(
+    batch: CacheBatch,
+    tail: torch.Tensor,
+    start: int,
+    continuations: Sequence[Continuation],
+    rows: slice = ALL_ROWS,
+) -> list[list[Likelihood]]:
+    """Computes `tail` and all continuations in one pass; [row][continuation].
+
+    Continuations stand side by side behind the tail, each at the positions right after it, and
+    see the prompt, the tail and themselves.
+    """
+    parts = [tail, *(one.ids[:-1] for one in continuations)]
+    sizes = [len(part) for part in parts]
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    visible = torch.zeros(sum(sizes), sum(sizes), dtype=torch.bool)
+    visible[:, : len(tail)] = True
+    positions = torch.empty(sum(sizes), dtype=torch.long)
+    for at, size in zip(starts, sizes, strict=True):
+        own = slice(at, at + size)
+        visible[own, own] = torch.ones(size, size, dtype=torch.bool).tril()
+        positions[own] = start + (len(tail) if at else 0) + torch.arange(size)
+    hidden = batch.run(torch.cat(parts), start, rows, positions=positions, visible=visible)
+    # The state that predicts a continuation's first token is the tail's last one.
+    before = torch.tensor([len(tail) - 1])
+    predictors = [
+        torch.cat((before, torch.arange(at, at + size)))[one.unscored :]
+        for one, at, size in zip(continuations, starts[1:], sizes[1:], strict=True)
+    ]
+    wanted = [one.ids[one.unscored :] for one in continuations]
+    counts = [len(one) for one in wanted]
+    results = []
+    for row in hidden:
+        logprobs = batch.logprobs(row[torch.cat(predictors)])
+        targets = torch.cat(wanted)
+        chosen = logprobs.gather(1, targets[:, None])[:, 0].split(counts)
+        greedy = (logprobs.argmax(-1) == targets).split(counts)
+        results.append(
+            [
+                Likelihood(float(one.sum()), len(one), bool(same.all()))
+                for one, same in zip(chosen, greedy, strict=True)
+            ]
+        )
+    return results
+
+
+def speak(
+    batch: CacheBatch,
+    tokenizer: PreTrainedTokenizerBase,
+    tail: torch.Tensor,
+    start: int,
+    *,
+    limit: int,
+    stops: Sequence[str],
+    rows: slice = ALL_ROWS,
+) -> list[Spoken]:
+    """Greedy answers of at most `limit` tokens, up to the first of `stops` or the end token."""
+    step = batch.run(tail, start, rows)[:, -1]
+    start += len(tail)
+    spoken: list[list[int]] = [[] for _ in step]
+    done: list[Spoken | None] = [None] * len(step)
+    for count in range(limit):
+        chosen = batch.logprobs(step).argmax(-1)
+        for row, token in enumerate(chosen.tolist()):
+            if done[row] is None:
+                spoken[row].append(token)
+                done[row] = _ended(spoken[row], tokenizer, stops)
+        if None not in done or count == limit - 1:
+            break
+        step = batch.run(chosen[:, None], start + count, rows)[:, -1]
+    return [
+        end or Spoken(tokenizer.decode(ids), True, repeats(ids))
+        for end, ids in zip(done, spoken, strict=True)
+    ]
+
+
+def _ended(
+    ids: list[int], tokenizer: PreTrainedTokenizerBase, stops: Sequence[str]
+) -> Spoken | None:
+    """The answer, if its last token ended it."""
+    if ids[-1] == tokenizer.eos_token_id:
+        return Spoken(tokenizer.decode(ids[:-1]).strip(), False, repeats(ids[:-1]))
+    # A stop counts after the first word: some models begin their answers with a line break.
+    text = tokenizer.decode(ids).lstrip()
+    ends = [at for stop in stops if (at := text.find(stop)) > 0]
+    return Spoken(text[: min(ends)].strip(), False, repeats(ids)) if ends else None

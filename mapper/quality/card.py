@@ -1,0 +1,156 @@
+"""The figures of a run by task and task class, and what an artifact may claim of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mapper.quality.divergence import Divergences
+from mapper.quality.questions import SOURCE, TaskResult
+from mapper.quality.statistics import Scores, compare, pooled_retention
+
+NATIVE, ZERO = "native", "control: zero"
+# Least retention that each task class should keep; a class without one claims its figure alone.
+GOALS = {"choice": 0.98, "passage": 0.98, "exact": 0.95}
+KL_GOAL, TOP1_GOAL = 0.03, 0.95
+# With fewer right answers of the target itself, the likelihood of worked solutions is claimed.
+FEWEST_RIGHT = 10
+# The task classes of routing policies, and the classes of this card that stand for each.
+POLICY_CLASSES = {"quote": ("exact", "passage"), "math": ("math",), "code": ("code",)}
+
+
+def task_figures(result: TaskResult) -> dict[str, Any]:
+    """Every arm's figures for one task, as they go into the report."""
+    scores = result.scores
+    figures = {
+        "class": result.task.format.task_class,
+        "judge": result.task.format.judge,
+        "items": len(scores.weights),
+        "too_long": result.too_long,
+        "arms": _arms(scores, result),
+    }
+    if result.lengths:
+        figures["shortest_prompt"] = min(result.lengths)
+        figures["median_prompt"] = float(np.median(result.lengths))
+    kinds = sorted({kind for kind in result.kinds if kind})
+    if kinds:
+        figures["kinds"] = {kind: _arms(_only(result, kind)) for kind in kinds}
+    if result.likelihood.weights:
+        figures["likelihood"] = _arms(result.likelihood)
+    if result.short.weights:
+        figures["short"] = {"items": len(result.short.weights), "arms": _arms(result.short)}
+    return figures
+
+
+def _arms(scores: Scores, result: TaskResult | None = None) -> dict[str, Any]:
+    figures = {}
+    for arm in scores.sums:
+        one = compare(scores, arm, native=NATIVE, source=SOURCE, zero=ZERO)
+        if result is not None and one["items"]:
+            judged = result.same.judged(arm)
+            one["same_as_native"] = float(result.same.means(arm, judged[None])[0])
+            if result.task.format.generates:
+                one |= {"cut": result.cut[arm], "looping": result.looping[arm]}
+        figures[arm] = one
+    return figures
+
+
+def _only(result: TaskResult, kind: str) -> Scores:
+    chosen = [index for index, one in enumerate(result.kinds) if one == kind]
+    scores = result.scores
+    return Scores(
+        scores.log,
+        scores.chance,
+        {arm: [values[index] for index in chosen] for arm, values in scores.sums.items()},
+        [scores.weights[index] for index in chosen],
+    )
+
+
+def classes(results: Sequence[TaskResult], arms: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Retention by task class and arm, over the class's tasks."""
+    grouped: dict[str, list[TaskResult]] = {}
+    for result in results:
+        if result.scores.weights:
+            grouped.setdefault(result.task.format.task_class, []).append(result)
+    return {name: _class(members, arms) for name, members in grouped.items()}
+
+
+def _class(members: list[TaskResult], arms: Sequence[str]) -> dict[str, Any]:
+    scores = [member.scores for member in members]
+    basis = "likelihood" if scores[0].log else "answers"
+    solutions = [member.likelihood for member in members]
+    if basis == "answers" and all(one.weights for one in solutions):
+        right = sum(np.nansum(one.sums[NATIVE]) for one in scores)
+        if right < FEWEST_RIGHT:
+            scores, basis = solutions, "likelihood of worked solutions"
+    judged = [arm for arm in arms if all(len(one.judged(arm)) for one in scores if arm in one.sums)]
+    judged = [arm for arm in judged if all(arm in one.sums for one in scores)]
+    return {
+        "tasks": [member.task.name for member in members],
+        "items": sum(len(one.weights) for one in scores),
+        "basis": basis,
+        "retention": {arm: pooled_retention(scores, arm, NATIVE) for arm in judged},
+    }
+
+
+def claims(
+    name: str, tail: int, divergences: Divergences, by_class: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What an artifact may claim of each class: its retention, the goal, and whether it is met.
+
+    The claim is the point estimate; the interval stands beside it.
+    """
+    measured = divergences[name][tail].summary()
+    chat = {
+        "retention": float(np.exp(-measured["kl"])),
+        "interval": [float(np.exp(-kl)) for kl in reversed(measured["kl_interval"])],
+        "kl": measured["kl"],
+        "top1": measured["top1"],
+        "goal": {"kl": KL_GOAL, "top1": TOP1_GOAL},
+        "met": bool(measured["kl"] <= KL_GOAL and measured["top1"] >= TOP1_GOAL),
+        "basis": "dialogues",
+    }
+    found = {"chat": chat}
+    for kind, figures in by_class.items():
+        one = figures["retention"].get(name)
+        if one and one["value"] is not None:
+            goal = GOALS.get(kind)
+            found[kind] = {
+                "retention": one["value"],
+                "interval": one["interval"],
+                "goal": goal,
+                "met": None if goal is None else one["value"] >= goal,
+                "basis": figures["basis"],
+                "items": figures["items"],
+            }
+    return found
+
+
+def policy_retention(made: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Retention by the task classes that routing policies know, the worst class of each."""
+    retention = {"chat": made["chat"]["retention"]}
+    for policy_class, members in POLICY_CLASSES.items():
+        known = [made[member]["retention"] for member in members if member in made]
+        if known:
+            retention[policy_class] = min(known)
+    return retention
+
+
+def ratios(
+    divergences: Divergences, variants: Sequence[str], baseline: str | None, tail: int
+) -> dict[str, Any]:
+    """KL of each variant over the baseline's, and of the unmapped cache over each variant's."""
+    found: dict[str, Any] = {"raw over mapped, no tail": {}}
+    raw = divergences["control: raw"][1]
+    for name in variants:
+        found["raw over mapped, no tail"][name] = raw.kl_over(divergences[name][1])
+    if baseline is not None:
+        for length, label in ((1, "no tail"), (tail, f"tail {tail}")):
+            found[f"over {baseline}, {label}"] = {
+                name: divergences[name][length].kl_over(divergences[baseline][length])
+                for name in variants
+                if name != baseline
+            }
+    return found

@@ -1,0 +1,279 @@
+"""The models, artifacts, arms and questions of one run, and its order of work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from mapper.artifact import Artifact
+from mapper.capture.model import CapturedModel
+from mapper.errors import BadTask, UnsupportedModel
+from mapper.quality import arms, card, report, reuse
+from mapper.quality.comparators import published_arm
+from mapper.quality.conversations import read_conversations, read_other
+from mapper.quality.divergence import Divergences, measure
+from mapper.quality.layers import by_layer
+from mapper.quality.questions import Prompt, TaskResult, ask, capacity, prompts
+from mapper.quality.reader import Reader
+from mapper.quality.schedule import Pace, Part, fit, stopwatch
+from mapper.quality.tasks import Task
+
+TAILS = (1, 16, 32, 64, 128)
+# Prompts that a tail of 64 is at most an eighth of.
+SHORTEST_PROMPT = 512
+# Floors and controls are measured on this share of the conversations and questions, and on
+# this many at least: they are far from everything else.
+EXTRAS_SHARE, FEWEST_EXTRAS = 0.25, 6
+LAYER_TALKS = 6
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured, as it goes into the report.
+
+    `minutes` bounds the run: fewer items are measured where all would take longer; 0 is no
+    bound. `tail` is the native tail of task questions and of one measurement of each variant.
+    """
+
+    conversations: int = 40
+    items: int = 100
+    tail: int = 64
+    minutes: float = 12.0
+    split: str = "heldout"
+    dtype: str = "float32"
+    tasks: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise BadTask(f"dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
+        for name, least in (("conversations", 1), ("items", 1), ("tail", 1), ("minutes", 0)):
+            if getattr(self, name) < least:
+                raise BadTask(f"{name} must be at least {least}")
+
+
+class Evaluation:
+    """The models, artifacts, arms and questions of one run."""
+
+    def __init__(
+        self,
+        source: Path,
+        target: Path,
+        artifacts: Sequence[Path],
+        baseline: Path | None,
+        dialogues: Path,
+        tasks: list[Task],
+        settings: Settings,
+    ) -> None:
+        self.settings = settings
+        self.folders = _named(artifacts, baseline)
+        self.baseline = None if baseline is None else _name_of(self.folders, baseline)
+        self.artifacts = {name: Artifact.load(folder) for name, folder in self.folders.items()}
+        self.models = [CapturedModel(folder) for folder in (source, target)]
+        for artifact in self.artifacts.values():
+            _check(artifact, self.models)
+        for model in self.models:
+            model.model.to(DTYPES[settings.dtype])
+        self.tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            target, local_files_only=True
+        )
+        read = {"split": settings.split, "shortest_prompt": SHORTEST_PROMPT}
+        self.talks = read_conversations(
+            dialogues, self.tokenizer, count=settings.conversations, **read
+        )
+        other = read_other(dialogues, self.tokenizer, **read)
+        self.tasks = [(task, *prompts(task, self.tokenizer)) for task in tasks]
+        self.left_out: dict[str, str] = {}
+        self.reader = self._reader(other)
+
+    def _reader(self, other: torch.Tensor) -> Reader:
+        """The arms, in the order that measuring needs: those judged everywhere come first."""
+        first = next(iter(self.artifacts.values()))
+        variants = [arms.variant(name, one) for name, one in self.artifacts.items()]
+        self.variants = len(variants)
+        rows = [arms.native(), *variants, *arms.floors(), *arms.controls(first)]
+        longest = max(len(talk.ids) for talk in self.talks)
+        for task, made, _ in self.tasks:
+            if made:
+                longest = max(longest, capacity(made, task.format.answer_tokens))
+        theirs = self.models[0].prefill(other)
+        foreign = (theirs.k.float(), theirs.v.float())
+        try:
+            group = self._reuse_group(longest, foreign)
+            rows.append(reuse.recomputing(*self.models, group))
+        except UnsupportedModel as error:
+            self.left_out[reuse.NAME] = str(error)
+        if self.baseline is not None:
+            folder = self.folders[self.baseline]
+            rows.append(published_arm(folder, self.artifacts[self.baseline]))
+        return Reader(*self.models, rows, longest, foreign)
+
+    def _reuse_group(self, longest: int, foreign: arms.KV) -> range:
+        reuse.require_same_architecture(*self.models)
+
+        def divergence(arm: arms.Arm) -> float:
+            reader = Reader(*self.models, [arms.native(), arm], longest, foreign)
+            found = measure(reader, self.talks[:2], tail=1, curve=(), variants=0, extras=2)
+            return found[arm.name][1].summary()["kl"]
+
+        return reuse.best_group(*self.models, divergence)
+
+    def run(self, started: float) -> dict[str, Any]:
+        parts = self._plan()
+        end = started + 60 * self.settings.minutes if self.settings.minutes else float("inf")
+        talks, *asked = parts
+        report.announce(parts, self.settings.minutes)
+        with report.progress() as bar:
+            step = bar.add_task("dialogues", total=None)
+            divergences = self._dialogues(talks, end)
+            bar.update(step, total=1, completed=1)
+            layers = by_layer(
+                self.reader,
+                self.talks[: min(LAYER_TALKS, talks.fitting)],
+                range(1, 1 + self.variants),
+            )
+            results = []
+            for part, (task, made, too_long) in zip(asked, self._asked(), strict=True):
+                step = bar.add_task(task.name, total=part.fitting)
+                result = self._ask(part, task, made, end, lambda at=step: bar.advance(at))
+                result.too_long = too_long
+                results.append(result)
+        return self._summary(divergences, layers, results)
+
+    def _asked(self) -> list[tuple[Task, list[Prompt], int]]:
+        return [one for one in self.tasks if one[1]]
+
+    def _plan(self) -> list[Part]:
+        """What a conversation and a question of each task cost, and how many there is time for."""
+        pace = Pace.measure(self.reader)
+        settings, rest = self.settings, len(self.reader.arms) - 1 - self.variants
+        everywhere = 1 + self.variants
+        prompt = sum(talk.prompt for talk in self.talks) / len(self.talks)
+        answer = sum(len(talk.ids) - talk.prompt for talk in self.talks) / len(self.talks)
+        continued = answer * (everywhere + EXTRAS_SHARE * rest)
+        continued += self.variants * (settings.tail + answer)
+        continued += sum(length + answer for length in TAILS if length not in (1, settings.tail))
+        seconds = (prompt + answer) * pace.source + prompt * (pace.target + pace.convert)
+        parts = [Part("dialogues", len(self.talks), seconds + continued * pace.target)]
+        for task, made, _ in self._asked():
+            fresh = sum(len(one.ids) for one in made) / len(made) - _shared(made)
+            options = sum(len(part.ids) for one in made for part in one.continuations) / len(made)
+            continued = settings.tail + options
+            seconds = (fresh + options) * pace.source + max(0.0, fresh - settings.tail) * (
+                pace.target + pace.convert
+            )
+            seconds += continued * pace.target * (everywhere + EXTRAS_SHARE * rest)
+            if task.format.generates:
+                seconds += task.format.answer_tokens * pace.step
+            parts.append(Part(task.name, len(made), seconds))
+        spent = 30 + LAYER_TALKS * prompt * 2 * pace.target
+        fit(parts, 60 * settings.minutes - spent if settings.minutes else float("inf"))
+        return parts
+
+    def _dialogues(self, part: Part, end: float) -> Divergences:
+        return measure(
+            self.reader,
+            self.talks[: part.fitting],
+            tail=self.settings.tail,
+            curve=TAILS,
+            variants=self.variants,
+            extras=_extras(part.fitting),
+            running=stopwatch(part, end),
+        )
+
+    def _ask(self, part: Part, task: Task, made: list[Prompt], end: float, step) -> TaskResult:
+        return ask(
+            task,
+            made[: part.fitting],
+            self.reader,
+            self.tokenizer,
+            tail=self.settings.tail,
+            main=1 + self.variants,
+            extras=_extras(part.fitting),
+            running=stopwatch(part, end),
+            step=step,
+        )
+
+    def _summary(self, divergences: Divergences, layers, results) -> dict[str, Any]:
+        names = list(self.artifacts)
+        dialogues = {
+            arm: {f"tail {length}": one.summary() for length, one in lengths.items()}
+            for arm, lengths in divergences.items()
+        }
+        judged = [arm.name for arm in self.reader.arms] + ["source alone"]
+        by_class = card.classes(results, judged)
+        made = {
+            name: card.claims(name, self.settings.tail, divergences, by_class) for name in names
+        }
+        return {
+            "direction": [model.spec.name for model in self.models],
+            "settings": vars(self.settings),
+            "variants": {
+                name: {
+                    "method": one.manifest.method,
+                    "parameters": one.manifest.parameters,
+                    "k": _mean_k(one),
+                }
+                for name, one in self.artifacts.items()
+            },
+            "baseline": self.baseline,
+            "left_out": self.left_out,
+            "conversations": len(divergences["source alone"][1].tokens),
+            "dialogues": dialogues,
+            "ratios": card.ratios(divergences, names, self.baseline, self.settings.tail),
+            "layers": layers,
+            "tasks": {one.task.name: card.task_figures(one) for one in results},
+            "classes": by_class,
+            "claims": made,
+            "policy_retention": {name: card.policy_retention(made[name]) for name in names},
+        }
+
+
+def _named(artifacts: Sequence[Path], baseline: Path | None) -> dict[str, Path]:
+    """Artifact folders by a name that is unique: the folder's, with its parent's where needed."""
+    folders = list(dict.fromkeys(Path(path).resolve() for path in (*artifacts, baseline) if path))
+    if not folders:
+        raise BadTask("name at least one artifact to measure")
+    names = [folder.name for folder in folders]
+    return {
+        folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}": folder
+        for folder in folders
+    }  # fmt: skip
+
+
+def _name_of(folders: dict[str, Path], wanted: Path) -> str:
+    return next(name for name, folder in folders.items() if folder == Path(wanted).resolve())
+
+
+def _check(artifact: Artifact, models: Sequence[CapturedModel]) -> None:
+    """Refuses an artifact of other models; KV dtype and page size are the worker's, not theirs."""
+    made_for = artifact.manifest
+    artifact.check(
+        *(
+            model.spec.model_copy(update={"kv_dtype": mine.kv_dtype, "page_size": mine.page_size})
+            for model, mine in zip(models, (made_for.source, made_for.target), strict=True)
+        )
+    )
+
+
+def _mean_k(artifact: Artifact) -> float | None:
+    plans = [*artifact.manifest.k, *artifact.manifest.v]
+    return sum(len(plan.layers) for plan in plans) / len(plans) if plans else None
+
+
+def _extras(items: int) -> int:
+    return max(FEWEST_EXTRAS, round(EXTRAS_SHARE * items))
+
+
+def _shared(made: Sequence[Prompt]) -> int:
+    """Tokens that all prompts of a task begin with, roughly: those of the first two."""
+    if len(made) < 2:
+        return 0
+    one, other = made[0].ids, made[1].ids
+    size = min(len(one), len(other))
+    return int((one[:size] == other[:size]).long().cumprod(0).sum())

@@ -1,0 +1,63 @@
+"""Two tiny random Llama models that share a tokenizer of whole words, and dialogues for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+WORDS = [f"w{number}" for number in range(90)]
+TEMPLATE = (
+    "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
+    "{% if add_generation_prompt %}<s> assistant {% endif %}"
+)
+
+
+def write_model(folder: Path, layers: int, seed: int) -> Path:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=4096,
+        # Large weights: with the usual ones a random model hardly looks at its context.
+        initializer_range=0.4,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    specials = ["<unk>", "<s>", "</s>", "user", "assistant", ":", "."]
+    vocabulary = {word: i for i, word in enumerate([*specials, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    return folder
+
+
+def say(generator: torch.Generator, words: int) -> str:
+    chosen = torch.randint(0, len(WORDS), (words,), generator=generator).tolist()
+    return " ".join(WORDS[index] for index in chosen)
+
+
+def write_dialogues(path: Path, count: int = 60) -> Path:
+    """Every sixth dialogue is of the split heldout."""
+    generator = torch.Generator().manual_seed(0)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": say(generator, 30)},
+                {"role": "assistant", "content": say(generator, 20)},
+            ],
+            "split": "heldout" if number % 6 == 0 else "train",
+        }
+        for number in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path

@@ -1,0 +1,160 @@
+"""Figures with paired intervals, claims, and what fits into the time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from mapper.quality import card
+from mapper.quality.divergence import Divergence
+from mapper.quality.evaluate import choose_tail
+from mapper.quality.schedule import Part, fit, stopwatch
+from mapper.quality.statistics import Scores, compare, pooled_retention
+
+
+def accuracies(chance: float | None = None, **arms: list[float]) -> Scores:
+    scores = Scores(chance=chance)
+    for values in zip(*arms.values(), strict=True):
+        scores.add(1.0, {k: v for k, v in zip(arms, values, strict=True) if v is not None})
+    return scores
+
+
+def figures(scores: Scores, arm: str) -> dict:
+    return compare(scores, arm, native="native", source="source", zero="zero")
+
+
+def test_retention_share_of_the_gap_and_floor() -> None:
+    scores = accuracies(
+        0.25, native=[1, 1, 1, 0] * 25, source=[1, 0, 0, 0] * 25, mapped=[1, 1, 0, 0] * 25
+    )
+    found = figures(scores, "mapped")
+    assert found["items"] == 100 and found["score"]["value"] == 0.5
+    assert found["retention"]["value"] == pytest.approx(2 / 3)
+    low, high = found["retention"]["interval"]
+    assert 0.5 < low < 2 / 3 < high < 0.85
+    assert found["share_of_gap"]["value"] == pytest.approx(0.5)
+    assert found["floor_normalised"]["value"] == pytest.approx(0.5)
+
+
+def test_intervals_are_paired() -> None:
+    """An arm that is right exactly where the native one is keeps everything in every draw."""
+    native = (np.random.default_rng(3).random(60) < 0.4).astype(float).tolist()
+    scores = accuracies(native=native, source=[0.0] * 60, same=native)
+    assert figures(scores, "same")["retention"]["interval"] == [1.0, 1.0]
+
+
+def test_no_gap_and_no_native_score_give_no_figure() -> None:
+    scores = accuracies(native=[0, 0, 0], source=[1, 0, 1], mapped=[1, 0, 0])
+    found = figures(scores, "mapped")
+    assert found["retention"] == {"value": None, "interval": None}
+    assert found["share_of_gap"] is None
+
+
+def test_arms_judged_on_a_part_are_compared_on_that_part() -> None:
+    scores = accuracies(
+        native=[1, 0, 1, 1], source=[0, 0, 0, 0], zero=[0, 0, None, None], mapped=[1, 0, 0, 0]
+    )
+    assert figures(scores, "zero")["items"] == 2
+    assert figures(scores, "mapped")["retention"]["value"] == pytest.approx(1 / 3)
+    # On the two items that the zeroed cache was asked: native 1/2, mapped 1/2, zero 0.
+    assert figures(scores, "mapped")["floor_normalised"]["value"] == pytest.approx(1.0)
+
+
+def test_likelihoods_are_means_a_token_and_ratios_of_probabilities() -> None:
+    scores = Scores(log=True)
+    scores.add(10, {"native": -10.0, "source": -30.0, "mapped": -12.0})
+    scores.add(30, {"native": -30.0, "source": -90.0, "mapped": -32.0})
+    found = figures(scores, "mapped")
+    assert found["score"]["value"] == pytest.approx(-1.1)
+    assert found["retention"]["value"] == pytest.approx(np.exp(-0.1))
+    assert found["share_of_gap"]["value"] == pytest.approx(0.95)
+
+
+def test_tasks_count_alike_in_a_class() -> None:
+    one = accuracies(native=[1] * 100, mapped=[1] * 100)
+    other = accuracies(native=[1] * 10, mapped=[0] * 10)
+    assert pooled_retention([one, other], "mapped", "native")["value"] == pytest.approx(0.5)
+
+
+def divergence(*sums: tuple[float, int, int]) -> Divergence:
+    return Divergence(*(list(part) for part in zip(*sums, strict=True)))
+
+
+def test_divergence_of_known_distributions() -> None:
+    native = torch.tensor([[0.5, 0.5], [0.9, 0.1]]).log()
+    other = torch.tensor([[0.25, 0.75], [0.9, 0.1]]).log()
+    result = Divergence()
+    result.add(native, other)
+    summary = result.summary()
+    expected = (0.5 * np.log(0.5 / 0.25) + 0.5 * np.log(0.5 / 0.75)) / 2
+    assert summary["kl"] == pytest.approx(expected, rel=1e-5)
+    assert summary["top1"] == 0.5 and summary["tokens"] == 2
+
+
+def test_divergences_are_compared_on_the_same_conversations() -> None:
+    whole = divergence((2.0, 5, 10), (4.0, 5, 10), (9.0, 5, 10))
+    part = divergence((8.0, 5, 10), (16.0, 5, 10))
+    ratio = part.kl_over(whole)
+    assert ratio["value"] == pytest.approx(4.0)
+    assert ratio["interval"] == pytest.approx([4.0, 4.0])
+
+
+def test_claims_say_whether_the_goals_are_met() -> None:
+    divergences = {"good": {64: divergence((0.2, 97, 100))}, "bad": {64: divergence((9, 50, 100))}}
+    by_class = {
+        kind: {
+            "items": 50,
+            "basis": "answers",
+            "retention": {
+                "good": {"value": 0.99, "interval": [0.9, 1.0]},
+                "bad": {"value": value, "interval": None},
+            },
+        }
+        for kind, value in (("choice", 0.97), ("exact", 0.96), ("passage", 0.2), ("cloze", 0.9))
+    }
+    good = card.claims("good", 64, divergences, by_class)
+    bad = card.claims("bad", 64, divergences, by_class)
+    assert {kind: one["met"] for kind, one in good.items()} == {
+        "chat": True, "choice": True, "exact": True, "passage": True, "cloze": None,
+    }  # fmt: skip
+    assert {kind for kind, one in bad.items() if one["met"] is False} == {
+        "chat",
+        "choice",
+        "passage",
+    }
+    assert card.policy_retention(bad) == {"chat": pytest.approx(np.exp(-0.09)), "quote": 0.2}
+
+
+def test_ratios_over_the_baseline_and_of_the_raw_cache() -> None:
+    divergences = {
+        name: {length: divergence((kl, 5, 10)) for length in (1, 64)}
+        for name, kl in (("ours", 2.0), ("ridge", 4.0), ("control: raw", 80.0))
+    }
+    found = card.ratios(divergences, ["ours", "ridge"], "ridge", 64)
+    assert found["raw over mapped, no tail"]["ours"]["value"] == 40
+    assert found["over ridge, no tail"]["ours"]["value"] == 0.5
+    assert "ridge" not in found["over ridge, tail 64"]
+
+
+def test_the_shortest_tail_that_is_good_enough_is_chosen() -> None:
+    curve = {
+        f"tail {tail}": {"kl": kl}
+        for tail, kl in zip((1, 16, 32, 64, 128), (0.1, 0.05, 0.029, 0.02, 0.01), strict=True)
+    }
+    assert choose_tail(curve) == 32
+    assert choose_tail({key: {"kl": 1.0} for key in curve}) == 128
+
+
+def test_all_parts_shrink_alike_to_fit_the_time() -> None:
+    parts = [Part("a", 100, 1.0), Part("b", 10, 10.0), Part("c", 2, 0.1)]
+    fit(parts, 50.05)
+    assert [part.fitting for part in parts] == [25, 2, 1]
+    fit(parts, float("inf"))
+    assert [part.fitting for part in parts] == [100, 10, 2]
+
+
+def test_a_part_ends_with_the_run() -> None:
+    part = Part("a", 10, 1000.0, fitting=10)
+    assert not stopwatch(part, end=0.0)()
+    assert stopwatch(part, end=float("inf"))()
