@@ -38,14 +38,14 @@ def _pack(tokenizer: PreTrainedTokenizerBase, texts: list[str], length: int) -> 
 def answer_positions(tokenizer: PreTrainedTokenizerBase, ids: torch.Tensor) -> torch.Tensor:
     """Which positions of packed dialogue rows [rows, length] predict a token that an assistant's turn had sampled."""
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
-    (assistant,) = tokenizer("assistant", add_special_tokens=False).input_ids
+    assistant = tokenizer("assistant", add_special_tokens=False).input_ids
     places = torch.arange(ids.shape[1]).expand_as(ids)
     opened, closed = (
         torch.where(ids == mark, places, -1).cummax(1).values for mark in (start, end)
     )
     role = ids.gather(1, (opened + 1).clamp(max=ids.shape[1] - 1))
     # the role and the line break after it are the template's; a row that begins inside a turn tells no role
-    return (opened > closed) & (role == assistant) & (places >= opened + 2)
+    return (opened > closed) & (role == assistant[0]) & (places > opened + len(assistant))
 
 
 class Mixture:

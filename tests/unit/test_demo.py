@@ -279,21 +279,21 @@ def test_mixture_keeps_shares_and_sees_every_row_before_any_returns():
 
 
 class ChatMarks:
-    """Stands for a tokenizer whose marks are 1 and 2 and whose word for the assistant is 50."""
+    """Stands for a tokenizer whose marks are 1 and 2 and whose word for the assistant is 50 51."""
 
     def convert_tokens_to_ids(self, tokens):
         return [1, 2]
 
     def __call__(self, text, add_special_tokens):
-        return SimpleNamespace(input_ids=[50])
+        return SimpleNamespace(input_ids=[50, 51])
 
 
 def test_only_tokens_that_were_sampled_as_answers_are_taught_at_the_sampling_temperature():
     #    ... in a turn  user ......... end  \n  assistant .... end \n  user
-    row = [60, 50, 2, 9, 1, 40, 9, 61, 62, 2, 9, 1, 50, 9, 63, 64, 2, 9, 1, 40]
+    row = [60, 50, 2, 9, 1, 40, 9, 61, 62, 2, 9, 1, 50, 51, 9, 63, 64, 2, 9, 1, 40]
     ids = torch.tensor([row, row])
     sharpness = target_sharpness(ChatMarks(), ids, ["dialogues", "prose"])
-    answers = torch.tensor([13, 14, 15])  # they predict 63, 64 and the end mark
+    answers = torch.tensor([14, 15, 16])  # they predict 63, 64 and the end mark
     assert sharpness[0, answers].tolist() == pytest.approx([1 / dialogues.ANSWER.temperature] * 3)
     others = torch.ones(len(row), dtype=torch.bool).index_fill(0, answers, False)
     assert (sharpness[0, others] == 1).all() and (sharpness[1] == 1).all()
