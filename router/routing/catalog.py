@@ -20,8 +20,8 @@ from router.settings import load_policy
 logger = log.get("policies")
 # Files are looked at whenever something happens beside them, and at least this often: not
 # every file system tells of changes.
-_LOOK_MS = 1000
-_SETTLE_MS = 200
+LOOK_MS = 1000
+SETTLE_MS = 200
 
 Stamp = tuple[int, int, int] | None
 
@@ -108,8 +108,8 @@ class Catalog:
                 async for _ in awatch(
                     *folders,
                     watch_filter=None,
-                    debounce=_SETTLE_MS,
-                    rust_timeout=_LOOK_MS,
+                    debounce=SETTLE_MS,
+                    rust_timeout=LOOK_MS,
                     yield_on_timeout=True,
                     recursive=False,
                 ):
@@ -119,7 +119,7 @@ class Catalog:
             except Exception as error:
                 # A folder that is not there, no more watches: looking from time to time will do.
                 logger.warning("policy_watch", error=f"{type(error).__name__}: {error}")
-                await asyncio.sleep(_LOOK_MS / 1000)
+                await asyncio.sleep(LOOK_MS / 1000)
                 await self.refresh()
 
     def _folders(self) -> set[Path]:
