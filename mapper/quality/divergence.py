@@ -77,7 +77,9 @@ def measure(
     """
     found: Divergences = {arm.name: {1: Divergence()} for arm in reader.arms[1:]}
     found[SOURCE] = {1: Divergence()}
-    for length in sorted({tail, *curve} - {1}):
+    # A longer tail overwrites more of the caches: the shortest first.
+    lengths = sorted({1, tail, *curve})
+    for length in lengths[1:]:
         for arm in reader.arms[1 : 1 + (variants if length == tail else 1)]:
             found[arm.name][length] = Divergence()
     for index, talk in enumerate(talks):
@@ -86,8 +88,7 @@ def measure(
         last = 1 + variants if index >= extras else len(reader.arms)
         reader.load(talk.ids[: talk.prompt - 1], last)
         native = None
-        # A longer tail overwrites more of the caches: the shortest first.
-        for length in sorted({1, tail, *curve}):
+        for length in lengths:
             start = max(talk.prompt - length, 1)
             arms = range(0, last) if length == 1 else range(1, last)
             arms = [row for row in arms if row == 0 or length in found[reader.arms[row].name]]
@@ -102,5 +103,5 @@ def measure(
                     found[reader.arms[row].name][length].add(native, logprobs)
         states = reader.source.run(talk.ids[talk.prompt - 1 : -1], talk.prompt - 1)[0]
         found[SOURCE][1].add(native, reader.source.logprobs(states))
-        reader.keep(max(0, talk.prompt - max(tail, *curve)))
+        reader.keep(max(0, talk.prompt - lengths[-1]))
     return found

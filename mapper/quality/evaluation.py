@@ -212,7 +212,7 @@ class Evaluation:
         }
         return {
             "direction": [model.spec.name for model in self.models],
-            "settings": vars(self.settings),
+            "settings": vars(self.settings) | {"tasks": list(self.settings.tasks)},
             "variants": {
                 name: {
                     "method": one.manifest.method,

@@ -38,7 +38,7 @@ class Answer:
     soft: float
     logprobs: list[float]
     margin: float
-    prompt_logprob: float
+    prompt_logprob: float | None
 
     def signals(self) -> dict[str, float]:
         ordered = sorted(self.logprobs)
@@ -53,7 +53,9 @@ class Answer:
 class Answerer:
     """A Hugging Face model folder that answers questions without worked examples."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, reads_prompt: bool = True) -> None:
+        """With `reads_prompt` it says how likely the prompt is: a quarter more work."""
+        self.reads_prompt = reads_prompt
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, local_files_only=True
@@ -148,9 +150,9 @@ class Answerer:
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
 
-    def _mean_logprob(self, hidden: torch.Tensor, prompt: list[int]) -> float:
-        if len(prompt) < 2:
-            return 0.0
+    def _mean_logprob(self, hidden: torch.Tensor, prompt: list[int]) -> float | None:
+        if len(prompt) < 2 or not self.reads_prompt:
+            return None
         found = _chosen(self._logprobs(hidden[: len(prompt) - 1]), prompt[1:])
         return sum(found) / len(found)
 
@@ -172,7 +174,7 @@ def run(
         task for task in read_tasks(data, items=items, only=only) if task.format.judge in _JUDGED
     ]
     done = _done(out)
-    models = {"small": Answerer(small), "large": Answerer(large)}
+    models = {"small": Answerer(small), "large": Answerer(large, reads_prompt=False)}
     with out.open("a", encoding="utf-8") as file:
         for task in tasks:
             questions = list(enumerate(task.questions))
@@ -199,7 +201,7 @@ def _line(name: str, task: str, question: Question, answers: dict[str, Answer]) 
         "id": name,
         "task": task,
         "text": question.prompt,
-        "prompt_logprob": round(small.prompt_logprob, 4),
+        "prompt_logprob": small.prompt_logprob and round(small.prompt_logprob, 4),
         "signals": {key: round(value, 4) for key, value in small.signals().items()},
         **{
             tier: {"quality": one.quality, "soft": round(one.soft, 4)}

@@ -104,45 +104,6 @@ def test_auto_distils_and_is_evaluated(pair, monkeypatch) -> None:
     assert Artifact.load(out).manifest.quality["conversations"] == 4
 
 
-def test_an_exact_map_keeps_every_answer(pair) -> None:
-    """Identity through the whole task path: the target's answers, whatever they are."""
-    generator = torch.Generator().manual_seed(3)
-    folder = pair / "tasks"
-    folder.mkdir()
-    items = [
-        {
-            "question": say(generator, 12),
-            "choices": [say(generator, n) for n in (1, 2, 3)],
-            "label": 1,
-        }
-        for _ in range(70)
-    ]
-    (folder / "arc_easy.jsonl").write_text("\n".join(map(json.dumps, items)))
-    spans = [
-        {
-            "context": say(generator, 20),
-            "question": say(generator, 4),
-            "answers": [say(generator, 1)],
-        }
-        for _ in range(70)
-    ]
-    (folder / "squad.jsonl").write_text("\n".join(map(json.dumps, spans)))
-    large = pair / "large"
-    same = calibrate.run(large, large, [], pair / "exact", method="identity")
-    report = evaluate.run(
-        large, large, [same], pair / "talks.jsonl", pair / "exact-report",
-        conversations=2, data=folder, items=8,
-    )  # fmt: skip
-    choice = report["tasks"]["arc_easy"]
-    assert (
-        choice["exact"]["accuracy"] == choice["target"]["accuracy"] == choice["source"]["accuracy"]
-    )
-    assert choice["shortest_prompt"] >= 512
-    assert report["tasks"]["squad"]["items"] == 8
-    assert report["dialogues"]["exact"]["tail 64"]["kl"] == pytest.approx(0, abs=1e-6)
-    assert Artifact.load(same).manifest.native_tail == 1
-
-
 def test_the_sink_table_is_the_targets_own_cache(pair) -> None:
     artifact = Artifact.load(fit(pair, "sink", method="head-local", k=1))
     target = CapturedModel(pair / "large")
