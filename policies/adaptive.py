@@ -17,6 +17,7 @@ from policies.base import (
     Tier,
     TierEconomics,
     Turn,
+    other,
 )
 from policies.cascade import Cascade
 from policies.costs import Switching
@@ -89,7 +90,7 @@ class Adaptive(Policy):
         if reason in ("min_stay", "latched"):
             stage = "stability"
         if barred := self.rules.barred(tier, session, economics):
-            tier, stage, reason = "small" if tier == "large" else "large", "rules", barred
+            tier, stage, reason = other(tier), "rules", barred
         judged = tier == "small" and barred is None and self._may_escalate(wish, session, economics)
         return Decision(
             tier=tier,

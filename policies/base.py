@@ -11,12 +11,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from policies.cascade import Cascade
 
 Tier = Literal["small", "large"]
+TIERS: tuple[Tier, ...] = ("small", "large")
 # How a policy wants a change of model to be answered: from mapped KV, by native
 # prefill, or mapped with a longer native tail.
 Kv = Literal["map", "native", "hybrid"]
 Task = Literal["math", "quote", "code", "chat"]
 # Stages and reasons become metric labels, so they are short code words, never free text.
 Word = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")]
+
+
+def other(tier: Tier) -> Tier:
+    return "small" if tier == "large" else "large"
 
 
 class Frozen(BaseModel):

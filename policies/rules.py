@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
-from policies.base import Economics, Frozen, Rejection, SessionView, Spent, Tier, Turn
+from policies.base import Economics, Frozen, Rejection, SessionView, Spent, Tier, Turn, other
 from policies.costs import prompt_tokens
 
 
@@ -79,8 +79,7 @@ class Rules(Frozen):
 
     def barred(self, tier: Tier, session: SessionView, economics: Economics) -> str | None:
         """Why a tier that a score prefers cannot have the turn now, if so."""
-        other: Tier = "small" if tier == "large" else "large"
-        if not economics.available(tier) and economics.available(other):
+        if not economics.available(tier) and economics.available(other(tier)):
             return f"{tier}_down"
         live = economics.tiers.get("large")
         escalates = tier == "large" and session.tier != "large"

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from mapper.cli import app as mapper_commands
 from mapper.errors import MapperError
+from router.offline.cli import app as offline_commands
 
 if TYPE_CHECKING:
     from deploy.local import LocalStack
@@ -32,6 +33,8 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.registered_commands.extend(mapper_commands.registered_commands)
+app.registered_commands.extend(offline_commands.registered_commands)
+app.registered_groups.extend(offline_commands.registered_groups)
 keys_app = typer.Typer(help="API keys of tenants.", no_args_is_help=True)
 config_app = typer.Typer(help="The gateway's configuration.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
