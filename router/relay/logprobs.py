@@ -76,12 +76,14 @@ class Strip:
         return orjson.dumps(answer)
 
     def _choices(self, answer: dict[str, Any]) -> None:
-        for choice in answer.get("choices") or []:
+        choices = answer.get("choices")
+        for choice in choices if isinstance(choices, list) else []:
             if not isinstance(choice, dict) or not isinstance(choice.get("logprobs"), dict):
                 continue
             if self.top is None:
                 choice["logprobs"] = None
                 continue
-            for entry in choice["logprobs"].get("content") or []:
+            content = choice["logprobs"].get("content")
+            for entry in content if isinstance(content, list) else []:
                 if isinstance(entry, dict) and isinstance(entry.get("top_logprobs"), list):
                     entry["top_logprobs"] = entry["top_logprobs"][: self.top]
