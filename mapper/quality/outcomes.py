@@ -112,7 +112,7 @@ class Answerer:
             logprobs.append(float(top.values[0]))
             margins.append(float(top.values[0] - top.values[1]))
             row = self._hidden(torch.tensor([[token]]), past_key_values=cache)[0]
-        cache.crop(len(prompt))
+        cache.crop(len(prompt) - cache.get_seq_length())
         first = self._logprobs(hidden[-1:])[0, target[0]]
         soft = float(first)
         if len(target) > 1:
