@@ -22,6 +22,10 @@ from router.middleware.limits import LimitsMiddleware
 from router.settings import Settings
 from router.workers.worker import CHAT, COMPLETIONS
 
+SESSIONS = "/admin/sessions"
+SESSION = "/admin/sessions/{session:path}"
+REANCHOR = "/admin/sessions/{session:path}/reanchor"
+
 
 def create_app(settings: Settings) -> Starlette:
     gateway = Gateway(settings)
@@ -35,8 +39,10 @@ def create_app(settings: Settings) -> Starlette:
             Route("/ready", health.ready, methods=["GET"]),
             Route("/metrics", health.metrics, methods=["GET"]),
             Route("/openapi.json", openapi.serve, methods=["GET"]),
-            Route(_SESSION, admin.get_session, methods=["GET"]),
-            Route(_SESSION, admin.delete_session, methods=["DELETE"]),
+            Route(SESSIONS, admin.list_sessions, methods=["GET"]),
+            Route(REANCHOR, admin.reanchor, methods=["POST"]),
+            Route(SESSION, admin.get_session, methods=["GET"]),
+            Route(SESSION, admin.delete_session, methods=["DELETE"]),
         ],
         middleware=_middleware(gateway),
         exception_handlers={ApiError: _api_error, HTTPException: _http_error},
@@ -45,9 +51,6 @@ def create_app(settings: Settings) -> Starlette:
     app.router.redirect_slashes = False
     app.state.gateway = gateway
     return app
-
-
-_SESSION = "/admin/tenants/{tenant}/sessions/{session:path}"
 
 
 def _middleware(gateway: Gateway) -> list[Middleware]:

@@ -10,7 +10,9 @@ from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.api.admin import MOST, Detail, SessionList
 from router.api.schema import ChatRequest, CompletionRequest
+from router.auth.keys import OPEN
 from router.sessions.identity import MAX_ID
 from router.workers.worker import CHAT, COMPLETIONS
 
@@ -46,7 +48,12 @@ async def serve(request: Request) -> Response:
 @cache
 def describe() -> dict[str, Any]:
     _, definitions = models_json_schema(
-        [(ChatRequest, "validation"), (CompletionRequest, "validation")],
+        [
+            (ChatRequest, "validation"),
+            (CompletionRequest, "validation"),
+            (SessionList, "serialization"),
+            (Detail, "serialization"),
+        ],
         ref_template="#/components/schemas/{model}",
     )
     model = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
@@ -60,12 +67,60 @@ def describe() -> dict[str, Any]:
             "/v1/models/{model}": {"get": {**_get("One model."), "parameters": [model]}},
             "/health": {"get": _get("Whether the process is alive.")},
             "/ready": {"get": _get("Whether traffic should come here.")},
+            **_admin(),
         },
         "components": {
             "schemas": {**definitions["$defs"], "Error": _ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "admin": {"type": "http", "scheme": "bearer", "description": "The admin key."},
+            },
         },
         "security": [{"key": []}, {}],
+    }
+
+
+def _admin() -> dict[str, Any]:
+    """The operators' paths; `tenant` is whose sessions are meant."""
+
+    def parameter(name: str, schema: dict[str, Any], where: str = "query") -> dict[str, Any]:
+        return {"name": name, "in": where, "required": where == "path", "schema": schema}
+
+    def operation(text: str, answer: str | None, *parameters: dict[str, Any]) -> dict[str, Any]:
+        good = {"204": {"description": "Deleted"}}
+        if answer is not None:
+            good = {"200": _content({"$ref": f"#/components/schemas/{answer}"})}
+        return {
+            "summary": text,
+            "tags": ["admin"],
+            "security": [{"admin": []}],
+            "parameters": [tenant, *parameters],
+            "responses": {**good, **_errors()},
+        }
+
+    tenant = parameter("tenant", {"type": "string", "default": OPEN.tenant})
+    session = parameter("session", {"type": "string", "minLength": 1}, "path")
+    limit = parameter("limit", {"type": "integer", "minimum": 1, "maximum": MOST})
+    before = parameter("before", {"type": "number"})
+    return {
+        "/admin/sessions": {
+            "get": operation("A tenant's sessions, latest first.", "SessionList", limit, before)
+        },
+        "/admin/sessions/{session}": {
+            "get": operation(
+                "A session: its turns, what KV each ran on, drift and saved seconds.",
+                "Detail",
+                session,
+            ),
+            "delete": operation("Forgets a session.", None, session),
+        },
+        "/admin/sessions/{session}/reanchor": {
+            "post": operation(
+                "Gives up mapped KV: each model's next turn is prefilled exactly.",
+                "Detail",
+                session,
+            )
+        },
     }
 
 

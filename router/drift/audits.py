@@ -33,8 +33,6 @@ logger = log.get("audit")
 _LOOK_SECONDS = 0.1
 # Tokens that a template may put after an answer: its end, and a line end.
 _CLOSING = 4
-# How much of the lineage's KV may have gone before scoring on it says nothing of the turn.
-_SLACK = 64
 
 
 @dataclass(frozen=True)
@@ -146,7 +144,7 @@ class Audits:
         if faithful:
             lineage = Namespace(audit.tenant, extra_key(audit.session, turn.epoch))
             mapped = await probe.score(audit.worker, answer, start, lineage, priority)
-            if mapped.cached_tokens < turn.cached_tokens - _SLACK:
+            if mapped.cached_tokens < turn.cached_tokens:
                 # Computed anew since, and so not what the answer was generated on.
                 mapped = None
         exact = Namespace(audit.tenant)

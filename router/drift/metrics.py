@@ -55,6 +55,20 @@ class DriftMetrics:
             registry=registry,
             buckets=_NATS,
         )
+        # A histogram with negative values has no sum in Prometheus, and a counter cannot fall:
+        # the mean is (above - below) / tokens.
+        self.signed_nats = Counter(
+            "baton_drift_signed_nats",
+            "Sum of the same over tokens likelier (above) and less likely (below) on mapped KV.",
+            ["direction", "position", "side"],
+            registry=registry,
+        )
+        self.tokens = Counter(
+            "baton_drift_tokens",
+            "Tokens that audits have measured.",
+            ["direction", "position"],
+            registry=registry,
+        )
         self.reanchored = Counter(
             "baton_reanchored_total",
             "Lossy lineages that were replaced by exact KV.",
@@ -78,4 +92,8 @@ class DriftMetrics:
         self.nats.labels(direction).observe(found.per_token)
         self.first_token.labels(direction).observe(found.nats[0])
         for index, nats in enumerate(found.nats):
-            self.by_position.labels(direction, PARTS[position(index)]).observe(nats)
+            part = PARTS[position(index)]
+            self.by_position.labels(direction, part).observe(nats)
+            self.tokens.labels(direction, part).inc()
+            side = "above" if nats > 0 else "below"
+            self.signed_nats.labels(direction, part, side).inc(abs(nats))

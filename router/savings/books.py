@@ -50,8 +50,10 @@ class Books:
         if outcome.status != "applied" or outcome.tokens == 0:
             return Booking()
         cached = usage.cached_tokens or 0
-        taken = max(0, min(cached, outcome.tokens) - outcome.exact_tokens)
-        if taken == 0:
+        # Exact before, or in the lineage since an earlier transfer: found without this one.
+        found = max(outcome.exact_tokens, outcome.tokens - outcome.fresh_tokens)
+        taken = max(0, min(cached, outcome.tokens) - found)
+        if taken == 0 and outcome.fresh_tokens:
             self._metrics.unconfirmed.labels(pair, direction).inc()
         self._metrics.transferred_tokens.labels(pair, direction).inc(taken)
         rest = max(0, usage.prompt_tokens - cached)

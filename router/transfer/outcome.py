@@ -32,11 +32,18 @@ class Outcome:
     tokens: int = 0
     exact_tokens: int = 0
     mapped_tokens: int = 0
+    # Mapped before the switch was asked for, and used for the first time.
+    ahead_tokens: int = 0
     # Drift of the lineage that was mapped from.
     inherited_drift: float = 0.0
     seconds: float = 0.0
     pair: str = "none"
     direction: str = "none"
+
+    @property
+    def fresh_tokens(self) -> int:
+        """What native prefill would have had to compute without a map."""
+        return self.mapped_tokens + self.ahead_tokens
 
     def natively(self, reason: str) -> Outcome:
         """The same turn answered from exact KV only."""
@@ -49,5 +56,6 @@ class Outcome:
             tokens=0,
             exact_tokens=0,
             mapped_tokens=0,
+            ahead_tokens=0,
             inherited_drift=0.0,
         )

@@ -127,7 +127,8 @@ class Transfers:
         token_ids = await self._tokenize(body, target)
         # A lossy lineage of the target is continued, so that what it already holds is
         # not mapped a second time; else a new one begins.
-        epoch = session.lineage(target.model).epoch or new_epoch(session)
+        ahead = session.lineage(target.model).lossy
+        epoch = ahead.epoch if ahead else new_epoch(session)
         extra_key = lineage.extra_key(session.id, epoch)
         source = session.lineage(session.model)
         tail = self._settings.native_tail
@@ -173,6 +174,7 @@ class Transfers:
             tokens=answer.tokens,
             exact_tokens=answer.exact_tokens,
             mapped_tokens=answer.mapped_tokens,
+            ahead_tokens=ahead.mapped if ahead and ahead.ahead else 0,
             inherited_drift=source.drift,
         )
 

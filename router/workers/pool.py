@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 
 from policies import Economics, TierEconomics
 from router import log
@@ -77,6 +78,8 @@ class Pool:
             healthy = good or (worker.healthy and worker.checked and failed < _FAILED_CHECKS)
             if healthy != worker.healthy or not worker.checked:
                 logger.info("worker_health", worker=worker.name, healthy=healthy)
+            if healthy and not worker.healthy:
+                worker.up_since = time.time()
             worker.healthy, worker.checked = healthy, True
             # A worker that is down is looked at more often, so that it is back soon.
             pause = self._pool.health_seconds if good else min(1.0, self._pool.health_seconds)

@@ -26,6 +26,8 @@ class Worker:
         # that starts under load must not turn everything away.
         self.healthy = True
         self.checked = False
+        # Unix time at which it was found to be back after it had been away.
+        self.up_since = 0.0
         self.in_flight = 0
         # Requests ever sent, so that whoever waits can tell whether another came in between.
         self.started = 0

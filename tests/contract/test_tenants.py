@@ -114,11 +114,20 @@ def test_allowed_models_and_policies(tenants):
 
 def test_the_admin_key_is_another_key(tenants):
     session = tenants.post(tenants.a, headers={"x-session-id": "s"}).headers["x-baton-session"]
-    url = f"{tenants.stack.url}/admin/tenants/tenant-a/sessions/{session}"
+    url = f"{tenants.stack.url}/admin/sessions/{session}?tenant=tenant-a"
     assert httpx.get(url).status_code == 401
     assert httpx.get(url, headers={"authorization": f"Bearer {tenants.a}"}).status_code == 401
     admin = {"authorization": "Bearer the-admin-key"}
     assert httpx.get(url, headers=admin).json()["turns"] == 1
+    other = url.replace("tenant-a", "tenant-b")
+    assert httpx.get(other, headers=admin).status_code == 404
+    assert httpx.delete(other, headers=admin).status_code == 404
+    assert httpx.post(other.replace("?", "/reanchor?"), headers=admin).status_code == 404
+    listed = f"{tenants.stack.url}/admin/sessions"
+    assert [
+        len(httpx.get(listed, params={"tenant": name}, headers=admin).json()["sessions"])
+        for name in ("tenant-a", "tenant-b", "default")
+    ] == [1, 0, 0]
     assert tenants.post("the-admin-key").status_code == 401
     assert httpx.delete(url, headers=admin).status_code == 204
     assert httpx.get(url, headers=admin).status_code == 404
@@ -127,7 +136,7 @@ def test_the_admin_key_is_another_key(tenants):
 def test_no_admin_api_without_an_admin_key(tmp_path):
     stack = Stack()
     try:
-        assert httpx.get(f"{stack.url}/admin/tenants/default/sessions/s").status_code == 403
+        assert httpx.get(f"{stack.url}/admin/sessions/s").status_code == 403
     finally:
         stack.stop()
 

@@ -124,6 +124,15 @@ def test_an_exact_prefix_is_not_a_gain():
     assert ledger.book(WORKER, outcome(exact_tokens=320), Usage(1000, 5, 960)).tokens == 640
 
 
+def test_what_an_earlier_transfer_left_is_not_booked_again():
+    ledger, metrics = books()
+    assert ledger.book(WORKER, outcome(mapped_tokens=160), Usage(1000, 5, 960)).tokens == 160
+    assert ledger.book(WORKER, outcome(mapped_tokens=0), Usage(1000, 5, 960)).tokens == 0
+    assert value(metrics.unconfirmed) == 0
+    ahead = outcome(mapped_tokens=160, ahead_tokens=640)
+    assert ledger.book(WORKER, ahead, Usage(1000, 5, 960)).tokens == 800
+
+
 @pytest.mark.parametrize("cached", [None, 0])
 def test_unconfirmed(cached):
     ledger, metrics = books()
