@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -269,11 +269,14 @@ def outcomes(
     task: Annotated[
         list[str] | None, typer.Option(help="Only this task; repeatable; default: all that fit.")
     ] = None,
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], typer.Option(help="bfloat16 is faster on many machines.")
+    ] = "float32",
 ) -> None:
     """Let both models answer task questions: what `baton tune` fits routing policies on.
 
     Each line of OUT has a question, both models' answers (right or wrong) and what a cascade
-    would have seen of the small one's.
+    would have seen of the small one's. An interrupted run goes on where it was.
     """
     from mapper.quality.outcomes import run
 
@@ -283,7 +286,7 @@ def outcomes(
         models = demo_models()
         small, large = small or models["small"], large or models["large"]
     with _reported():
-        count = run(small, large, data, out, items=items, only=task or None)
+        count = run(small, large, data, out, items=items, only=task or None, dtype=dtype)
     typer.echo(f"{out}: {count} questions")
 
 

@@ -53,13 +53,17 @@ class Answer:
 class Answerer:
     """A Hugging Face model folder that answers questions without worked examples."""
 
-    def __init__(self, folder: Path, *, reads_prompt: bool = True) -> None:
+    def __init__(
+        self, folder: Path, *, dtype: torch.dtype = torch.float32, reads_prompt: bool = True
+    ) -> None:
         """With `reads_prompt` it says how likely the prompt is: a quarter more work."""
         self.reads_prompt = reads_prompt
         self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True
+            folder, dtype=dtype, local_files_only=True
         ).eval()
+        # In fp32 always: the steps of bf16 logits are wider than many a margin.
+        self._head = self.model.get_output_embeddings().weight.detach().float()
 
     @torch.inference_mode()
     def answer(self, question: Question, task: Task) -> Answer:
@@ -148,12 +152,14 @@ class Answerer:
         return self.model.base_model(input_ids=ids, **options).last_hidden_state
 
     def _logprobs(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.model.get_output_embeddings()(hidden).float().log_softmax(-1)
+        return (hidden.float() @ self._head.T).log_softmax(-1)
 
     def _mean_logprob(self, hidden: torch.Tensor, prompt: list[int]) -> float | None:
         if len(prompt) < 2 or not self.reads_prompt:
             return None
-        found = _chosen(self._logprobs(hidden[: len(prompt) - 1]), prompt[1:])
+        # A mean over many tokens: here the model's own precision will do, and is faster.
+        logits = self.model.get_output_embeddings()(hidden[: len(prompt) - 1])
+        found = _chosen(logits.float().log_softmax(-1), prompt[1:])
         return sum(found) / len(found)
 
     def _encode(self, text: str) -> list[int]:
@@ -161,7 +167,14 @@ class Answerer:
 
 
 def run(
-    small: Path, large: Path, data: Path, out: Path, *, items: int, only: list[str] | None = None
+    small: Path,
+    large: Path,
+    data: Path,
+    out: Path,
+    *,
+    items: int,
+    only: list[str] | None = None,
+    dtype: str = "float32",
 ) -> int:
     """Writes one JSON object a question to `out`, as `baton tune` reads them; returns how many.
 
@@ -174,7 +187,11 @@ def run(
         task for task in read_tasks(data, items=items, only=only) if task.format.judge in _JUDGED
     ]
     done = _done(out)
-    models = {"small": Answerer(small), "large": Answerer(large, reads_prompt=False)}
+    kind = getattr(torch, dtype)
+    models = {
+        "small": Answerer(small, dtype=kind),
+        "large": Answerer(large, dtype=kind, reads_prompt=False),
+    }
     with out.open("a", encoding="utf-8") as file:
         for task in tasks:
             questions = list(enumerate(task.questions))
