@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
 import uvicorn
-from fastapi import FastAPI, Response
+from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from mapper.service.log import configure as configure_log
 from mapper.service.metrics import Metrics
 from mapper.service.pairs import Pairs
-from mapper.service.protocol import Pair, Reason, TransferRequest, TransferResult
+from mapper.service.protocol import Pair, TransferRequest, TransferResult
+from mapper.service.queue import Queue
 from mapper.service.transfer import Transfers
 from mapper.store import DirectoryStore
 
@@ -41,14 +40,15 @@ def create_app(config: MapperConfig) -> FastAPI:
     pairs = Pairs(store, config.artifacts, config.device)
     transfers = Transfers(pairs)
     metrics = Metrics(store)
-    # Mapping uses every core it may use: two at once would each miss their deadline.
-    turn = asyncio.Semaphore(1)
+    queue = Queue(transfers)
     app = FastAPI(title="Baton mapper", version="1", docs_url=None, redoc_url=None)
 
     @app.post("/v1/transfers")
-    async def transfer(request: TransferRequest) -> TransferResult:
-        deadline = time.monotonic() + request.deadline_ms / 1000
-        result = await _in_turn(turn, transfers, request, deadline)
+    async def transfer(request: TransferRequest, http: Request) -> TransferResult:
+        if request.background:
+            result = await queue.background(request, http.is_disconnected)
+        else:
+            result = await queue.foreground(request)
         metrics.observe(result)
         log.info(
             "transfer",
@@ -75,29 +75,6 @@ def create_app(config: MapperConfig) -> FastAPI:
         return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     return app
-
-
-async def _in_turn(
-    turn: asyncio.Semaphore, transfers: Transfers, request: TransferRequest, deadline: float
-) -> TransferResult:
-    began = time.monotonic()
-    pair = f"{request.source.model}->{request.target.model}"
-    try:
-        await asyncio.wait_for(turn.acquire(), deadline - began)
-    except TimeoutError:
-        waited = (time.monotonic() - began) * 1000
-        return TransferResult(
-            status="fallback_reprefill", reason=Reason.DEADLINE, pair=pair, ms=waited
-        )
-    # Released when the thread is done, not when a client gives up waiting: cancelling the
-    # request does not stop the thread, and the next transfer must not run beside it.
-    work = asyncio.ensure_future(asyncio.to_thread(transfers.run, request, deadline))
-    work.add_done_callback(lambda _: turn.release())
-    try:
-        return await asyncio.shield(work)
-    except Exception:
-        log.exception("transfer_failed", pair=pair)
-        return TransferResult(status="fallback_reprefill", reason=Reason.ERROR, pair=pair)
 
 
 def run(config: MapperConfig) -> None:

@@ -23,6 +23,7 @@ class Reason(StrEnum):
     NO_SOURCE_PAGES = "no_source_pages"
     NO_SINK = "no_sink"
     STORE_FULL = "store_full"
+    YIELDED = "yielded"
     UNKNOWN_MODEL = "unknown_model"
     NO_ARTIFACT = "no_artifact"
     MISMATCH = "mismatch"
@@ -46,6 +47,9 @@ class TransferRequest(_Wire):
 
     With fewer than `min_mapped_tokens` to map, and none mapped earlier, nothing is done: a
     native prefill of so little is soon over, and leaves an exact cache.
+
+    A `background` transfer is one nobody waits for yet: it makes way for every other one, and
+    ends when its client closes the connection. What it has mapped by then stays.
     """
 
     session: str = Field(max_length=512)
@@ -53,6 +57,7 @@ class TransferRequest(_Wire):
     deadline_ms: int = Field(gt=0, le=600_000)
     native_tail: int | None = Field(default=None, ge=0)
     min_mapped_tokens: int = Field(default=0, ge=0)
+    background: bool = False
     source: Cache
     target: Cache
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Event
 
 import torch
 
@@ -49,10 +50,13 @@ class Transfers:
         self._writers = ThreadPoolExecutor(writers, thread_name_prefix="page-writer")
 
     @torch.inference_mode()
-    def run(self, request: TransferRequest, deadline: float) -> TransferResult:
+    def run(
+        self, request: TransferRequest, deadline: float, stop: Event | None = None
+    ) -> TransferResult:
         """Carries out one transfer; `deadline` is a `time.monotonic()` moment.
 
-        What was written before the deadline stays: a shorter prefix is still a prefix.
+        What was written before the deadline, or before `stop` was set, stays: a shorter prefix
+        is still a prefix.
         """
         began = time.perf_counter()
         pair = f"{request.source.model}->{request.target.model}"
@@ -89,7 +93,7 @@ class Transfers:
         if not plan.reuse and len(plan.mapped) * size < request.min_mapped_tokens:
             return answer("fallback_reprefill", Reason.TOO_LITTLE)
 
-        pages, mapped, stopped = job.carry_out(plan, deadline, self._writers)
+        pages, mapped, stopped = job.carry_out(plan, deadline, self._writers, stop)
         if not pages:
             return answer("fallback_reprefill", stopped or Reason.ERROR)
         reused = sum(index < pages for index in plan.reuse)
@@ -148,7 +152,11 @@ class _Job:
         return _Plan(exact, reuse, link, mapped)
 
     def carry_out(
-        self, plan: _Plan, deadline: float, writers: ThreadPoolExecutor
+        self,
+        plan: _Plan,
+        deadline: float,
+        writers: ThreadPoolExecutor,
+        stop: Event | None,
     ) -> tuple[int, int, Reason | None]:
         """Writes the plan's pages in chain order.
 
@@ -158,12 +166,16 @@ class _Job:
         pages = len(plan.reuse) + len(plan.link) + len(plan.mapped)
         mapped, stopped = 0, None
         slowest = 0.0
-        for first in range(0, len(plan.mapped), _CHUNK_PAGES):
-            chunk = plan.mapped[first : first + _CHUNK_PAGES]
+        # Who can be told to stop is asked more often.
+        size = _CHUNK_PAGES if stop is None else _CHUNK_PAGES // 4
+        for first in range(0, len(plan.mapped), size):
+            chunk = plan.mapped[first : first + size]
             began = time.monotonic()
             # The answer must be back in time: no chunk is begun that would end too late.
             if began + slowest > deadline:
                 stopped = Reason.DEADLINE
+            elif stop is not None and stop.is_set():
+                stopped = Reason.YIELDED
             else:
                 done, stopped = self._map(chunk, writers)
                 mapped += done

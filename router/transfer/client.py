@@ -60,7 +60,8 @@ class MapperClient:
     async def transfer(self, request: TransferRequest, timeout: float) -> TransferAnswer:
         response = await self._client.post(
             "/v1/transfers",
-            content=request.model_dump_json(),
+            # A mapper of an earlier version knows nothing of it.
+            content=request.model_dump_json(exclude=None if request.background else {"background"}),
             headers={"content-type": "application/json"},
             timeout=timeout,
         )

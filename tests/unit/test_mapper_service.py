@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -300,3 +301,14 @@ def test_metrics_name_no_tenant_session_or_unknown_model(node):
     text = node.client.get("/metrics").text
     assert 'baton_mapper_transfers_total{pair="small->large"' in text
     assert not any(secret in text for secret in (TENANT, "lossy", "made-up"))
+
+
+def test_a_background_transfer_maps_as_any_other_and_stops_when_told(node, tmp_path):
+    node.compute("small", range(10))
+    stop = threading.Event()
+    stop.set()
+    transfers = Transfers(Pairs(node.store, [tmp_path / "artifact"], "cpu"))
+    told = transfers.run(TransferRequest.model_validate(REQUEST), time.monotonic() + 60, stop)
+    assert (told.status, told.reason) == ("fallback_reprefill", "yielded")
+    answer = node.transfer(background=True)
+    assert (answer["status"], answer["mapped_tokens"]) == ("applied", 36)
