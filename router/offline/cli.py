@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 import policies
+from router.offline.costmodel import DEMO
+from router.offline.records import RecordError
 
 app = typer.Typer()
 policy_app = typer.Typer(help="Routing policies.", no_args_is_help=True)
 app.add_typer(policy_app, name="policy")
-
-DEMO_COSTS = Path(str(files("router.offline") / "demo_costs.yaml"))
 
 
 @app.command()
@@ -89,7 +89,7 @@ def replay(
     ],
     costs: Annotated[
         Path, typer.Option(help="Cost model: prices, speeds, what maps cost and keep.")
-    ] = DEMO_COSTS,
+    ] = DEMO,
     out: Annotated[Path | None, typer.Option(help="JSON with every turn of every policy.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Figures for scripts.")] = False,
 ) -> None:
@@ -151,8 +151,6 @@ def _policy_file(name: Path) -> Path:
 
 @contextmanager
 def _reported() -> Iterator[None]:
-    from router.offline.records import RecordError
-
     try:
         yield
     except (policies.PolicyError, RecordError, OSError, ValueError) as error:

@@ -89,7 +89,7 @@ def tune(
     """
     items, skipped = read_items(source)
     train, calibrate, test = split(items, seed)
-    scores = [*_learned(train, calibrate, test, prompt_logprob), *_single(calibrate, test)]
+    scores = [*learned(train, calibrate, test, prompt_logprob), *_single(calibrate, test)]
     outcomes = as_outcomes(test)
     lines = {
         score.name: curves.curve(score.test, outcomes, small_cost, score.cascade)
@@ -148,7 +148,7 @@ def as_outcomes(items: list[Item]) -> Outcomes:
     )
 
 
-def _learned(
+def learned(
     train: list[Item], calibrate: list[Item], test: list[Item], prompt_logprob: bool
 ) -> list[Score]:
     scores = [_classifier("classifier", train, calibrate, test, False)]
