@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import policies
@@ -269,6 +269,7 @@ FULL = adaptive(
 )
 
 
+@settings(deadline=None)
 @given(TURNS, SESSIONS, ECONOMICS)
 def test_decide_is_pure(turn, session, economics):
     before = [one.model_dump_json() for one in (turn, session, economics)]
@@ -277,6 +278,7 @@ def test_decide_is_pure(turn, session, economics):
     assert [one.model_dump_json() for one in (turn, session, economics)] == before
 
 
+@settings(deadline=None)
 @given(
     hard=st.lists(st.booleans(), min_size=1, max_size=60),
     min_stay=st.integers(1, 6),
@@ -338,12 +340,14 @@ def bar(session=None, value=0.02, kv=None, turn_fields=None, **large):
 TWO_SHARES = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)
 
 
+@settings(deadline=None)
 @given(TWO_SHARES)
 def test_bar_falls_with_the_mapped_share(shares):
     less, more = shares
     assert bar(mapped_share=more) <= bar(mapped_share=less) + 1e-12
 
 
+@settings(deadline=None)
 @given(st.tuples(st.integers(0, 10_000), st.integers(0, 10_000)).map(sorted), st.floats(0, 1))
 def test_bar_rises_with_what_large_lacks(tokens, share):
     less, more = tokens
@@ -352,6 +356,7 @@ def test_bar_rises_with_what_large_lacks(tokens, share):
     )
 
 
+@settings(deadline=None)
 @given(TWO_SHARES, st.floats(0, 1))
 def test_bar_rises_with_drift_and_with_a_worse_card(two, share):
     less, more = two
@@ -365,12 +370,14 @@ def test_bar_rises_with_drift_and_with_a_worse_card(two, share):
     assert cards[0] <= cards[1] + 1e-12
 
 
+@settings(deadline=None)
 @given(st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)).map(sorted))
 def test_bar_falls_with_the_value_of_an_answer(values):
     less, more = values
     assert bar(value=more) <= bar(value=less) + 1e-12
 
 
+@settings(deadline=None)
 @given(
     st.tuples(st.floats(-1, 1), st.floats(-1, 1)).map(sorted),
     SESSIONS,
