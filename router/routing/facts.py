@@ -19,7 +19,7 @@ def turn(
     incoming, session = subject.incoming, subject.session
     messages, body = incoming.messages, incoming.clean
     answers = sum(message.get("role") == "assistant" for message in messages)
-    asked = [plain(m.get("content")) for m in messages if m.get("role") == "user"]
+    asked = questions(messages)
     limits = (body.get("max_completion_tokens"), body.get("max_tokens"))
     return Turn(
         # A conversation that began elsewhere is as old as its history says.
@@ -56,6 +56,11 @@ def view(subject: Subject, tenant_spent: Spent) -> SessionView:
             "memory": session.memory,
         }
     )
+
+
+def questions(messages: Sequence[dict[str, Any]]) -> list[str]:
+    """What the user wrote, in order."""
+    return [plain(m.get("content")) for m in messages if m.get("role") == "user"]
 
 
 def chars(messages: Sequence[dict[str, Any]]) -> int:

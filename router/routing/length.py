@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import orjson
+
 from router.routing.facts import chars
 from router.sessions.base import Session
 from router.settings import Transfers
@@ -22,7 +24,7 @@ class PromptLength:
         self._tokens, self._chars = 1000.0 * _START, 1000.0
 
     def observe(self, incoming: Incoming, prompt_tokens: int) -> None:
-        count = chars(incoming.messages)
+        count = chars(incoming.messages) + _tools(incoming)
         tokens = prompt_tokens - _FRAME * len(incoming.messages)
         if count > 0 and tokens > 0:
             self._tokens = _FORGET * self._tokens + tokens
@@ -30,14 +32,21 @@ class PromptLength:
 
     def estimate(self, incoming: Incoming, session: Session | None) -> int:
         """What the last answer's model holds is known; the rest is estimated by its length."""
-        messages = incoming.messages
+        messages, more = incoming.messages, _tools(incoming)
         held = held_tokens(session, session.model) if session is not None else 0
         if held:
             last = max(
                 (i for i, one in enumerate(messages) if one.get("role") == "assistant"), default=-1
             )
-            messages = messages[last + 1 :]
-        return held + round(chars(messages) * self._tokens / self._chars) + _FRAME * len(messages)
+            messages, more = messages[last + 1 :], 0
+        count = chars(messages) + more
+        return held + round(count * self._tokens / self._chars) + _FRAME * len(messages)
+
+
+def _tools(incoming: Incoming) -> int:
+    """Tools are part of the prompt's beginning, as JSON."""
+    tools = incoming.clean.get("tools")
+    return len(orjson.dumps(tools)) if tools else 0
 
 
 def held_tokens(session: Session | None, model: str | None) -> int:

@@ -33,6 +33,8 @@ class Leg:
         # What the worker reports, or the gateway has counted; None is not known.
         self.usage: Usage | None = None
         self.basis = "reported"
+        # What was asked about the answer afterwards.
+        self.checks: list[Usage] = []
         self._gateway = gateway
         self._subject = subject
         self._incoming = subject.incoming

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from policies import Decision, Spent
@@ -9,10 +10,12 @@ from router import log
 from router.budgets import base as budgets
 from router.budgets.prices import cost
 from router.gateway import Gateway
+from router.relay.parser import Usage
 from router.routing.length import mappable_tokens
 from router.savings.books import Booking
 from router.sessions import identity, record
 from router.sessions.base import Session, StoreDown
+from router.settings import Tier
 from router.turns.incoming import Subject
 from router.turns.leg import Leg
 
@@ -34,13 +37,23 @@ class Recorder:
         if self.finished:
             return
         self.finished = True
-        leg = legs[-1]
         bookings = [self._book(subject, one) for one in legs]
-        tenant = subject.incoming.tenant
-        if self.spent != Spent():
-            await self._gateway.ledger.add(tenant, self.spent)
+        await asyncio.gather(
+            self._gateway.ledger.add(subject.incoming.tenant, self.spent),
+            self._save(subject, decision, legs, bookings, complete),
+        )
+
+    async def _save(
+        self,
+        subject: Subject,
+        decision: Decision,
+        legs: Sequence[Leg],
+        bookings: Sequence[Booking],
+        complete: bool,
+    ) -> None:
         if subject.store_down:
             return
+        leg = legs[-1]
         direction = _switch(subject, decision)
         if direction is not None:
             self._gateway.metrics.switches.labels(direction, decision.reason).inc()
@@ -62,7 +75,7 @@ class Recorder:
 
         try:
             session = await self._gateway.store.update(
-                tenant, subject.identity.id, advance, digests if complete else []
+                subject.incoming.tenant, subject.identity.id, advance, digests if complete else []
             )
         except StoreDown:
             logger.warning("session_not_saved", session=subject.identity.id)
@@ -73,21 +86,25 @@ class Recorder:
             )
 
     def _book(self, subject: Subject, leg: Leg) -> Booking:
-        gateway, usage = self._gateway, leg.usage
-        if usage is None:
+        for usage in leg.checks:
+            self._charge(leg.tier, usage, "reported")
+        if leg.usage is None:
             return Booking()
-        tokens, tier = gateway.metrics.tokens, leg.tier
-        tokens.labels(tier, "prompt", leg.basis).inc(usage.prompt_tokens)
-        tokens.labels(tier, "cached", leg.basis).inc(usage.cached_tokens or 0)
-        tokens.labels(tier, "completion", leg.basis).inc(usage.completion_tokens)
-        spent = cost(tier, gateway.settings.prices.of(tier), usage)
-        gateway.metrics.money.labels(tier).inc(spent.money)
-        self.spent = budgets.plus(self.spent, spent)
+        self._charge(leg.tier, leg.usage, leg.basis)
         if leg.basis != "reported":
             return Booking()
-        booking = gateway.books.book(leg.worker, leg.outcome, usage)
+        booking = self._gateway.books.book(leg.worker, leg.outcome, leg.usage)
         self._learn(subject, leg, booking)
         return booking
+
+    def _charge(self, tier: Tier, usage: Usage, basis: str) -> None:
+        metrics = self._gateway.metrics
+        metrics.tokens.labels(tier, "prompt", basis).inc(usage.prompt_tokens)
+        metrics.tokens.labels(tier, "cached", basis).inc(usage.cached_tokens or 0)
+        metrics.tokens.labels(tier, "completion", basis).inc(usage.completion_tokens)
+        spent = cost(tier, self._gateway.settings.prices.of(tier), usage)
+        metrics.money.labels(tier).inc(spent.money)
+        self.spent = budgets.plus(self.spent, spent)
 
     def _learn(self, subject: Subject, leg: Leg, booking: Booking) -> None:
         """What the answer tells of prompts, worker and mapper."""

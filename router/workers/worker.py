@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
@@ -98,6 +100,16 @@ class Worker:
             return
         if isinstance(tokens, int) and tokens > 0:
             self.context_tokens = tokens
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Counts a request that is not a turn's answer but keeps the worker busy all the same."""
+        self.in_flight += 1
+        self.started += 1
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
 
     async def close(self) -> None:
         await self.client.aclose()
