@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 # Share of the run after which memory must not grow any more, and by how much it may.
 _WARM = 0.3
 _FLAT = 1.05
-# What may stay open: the pool to Redis, the mapper's idle connections, and those of the
-# health checks.
-DESCRIPTORS = 32 + 8 + 8
+# What may stay open: the pools to Redis for sessions and spending, the mapper's idle
+# connections, and those of the health checks.
+DESCRIPTORS = 32 + 16 + 8 + 8
 
 
 def summarise(

@@ -6,7 +6,6 @@ import asyncio
 import random
 import time
 
-from policies import Economics, TierEconomics
 from router import log
 from router.metrics import Metrics
 from router.settings import Settings, Tier
@@ -50,18 +49,6 @@ class Pool:
     def pick(self, tier: Tier, key: str, without: set[str] = frozenset()) -> Worker | None:
         candidates = [w for w in self.available(tier) if w.name not in without]
         return choose(key, candidates, self._pool.load_bound) if candidates else None
-
-    def economics(self, queued: dict[Tier, int]) -> Economics:
-        return Economics(
-            tiers={
-                tier: TierEconomics(
-                    available=bool(self.available(tier)),
-                    in_flight=sum(w.in_flight for w in self.workers if w.tier == tier),
-                    queued=queued.get(tier, 0),
-                )
-                for tier in self.models
-            }
-        )
 
     def observe(self) -> None:
         """Brings the gauges up to date; called when metrics are read."""
