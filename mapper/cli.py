@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -156,36 +157,66 @@ def calibrate(
     ],
     method: Annotated[
         str,
-        typer.Option(help="auto chooses for each layer; all-head is the paper's; also head-local."),
+        typer.Option(
+            help="auto (chosen layer by layer), all-head (the paper's), head-local, blocks "
+            "(heads chosen one by one), mlp, identity (a model onto itself)."
+        ),
     ] = "auto",
-    k: Annotated[int, typer.Option(help="Source layers a map reads (all-head, head-local).")] = 6,
+    k: Annotated[
+        int, typer.Option(help="Source layers, or blocks, an output reads (not for auto).")
+    ] = 6,
+    refit: Annotated[
+        str | None,
+        typer.Option(help="repair or attention: a second pass that weighs rows by attention."),
+    ] = None,
     ridge: Annotated[float, typer.Option(help="Penalty, relative to the inputs' variance.")] = 1e-4,
     tokens: Annotated[int, typer.Option(help="Tokens of text to use at most.")] = 60_000,
     distill_seconds: Annotated[
-        float, typer.Option(help="Time for a low-rank update; kept only if it helps.")
+        float, typer.Option(help="Time to train the maps on answers; kept only if it helps.")
     ] = 0,
+    reverse: Annotated[
+        Path | None,
+        typer.Option(help="Artifact folder for the other direction, from the same pass."),
+    ] = None,
+    from_store: Annotated[
+        Path | None,
+        typer.Option(
+            help="A page store of two live workers: pages that both computed of the same tokens "
+            "are added, without running the models on them."
+        ),
+    ] = None,
+    tenant: Annotated[
+        list[str] | None,
+        typer.Option(help="With --from-store: whose pages may be read; none: those without one."),
+    ] = None,
     merge: Annotated[
         list[Path] | None,
         typer.Option(help="OUT.moments of another process or machine, of other text; repeatable."),
     ] = None,
     native_tail: Annotated[
-        int, typer.Option(help="Last tokens of a prompt that the target always prefills.")
-    ] = 64,
+        int | None,
+        typer.Option(help="Last tokens of a prompt that the target prefills; else measured."),
+    ] = None,
     page_size: Annotated[int, typer.Option(help="Of the workers.")] = 16,
     kv_dtype: Annotated[str, typer.Option(help="Of the workers' KV cache.")] = "float32",
 ) -> None:
     """Fit a map from one model's KV cache to another's, in one pass over some text.
 
-    Interrupted, it continues where it was when started again with the same arguments. The
-    other direction is a calibration of its own.
+    Interrupted, it continues where it was when started again with the same arguments.
     """
     from mapper.calibrate import run
+    from mapper.methods.attended import REFITS
+    from mapper.methods.fit import METHODS
 
+    _one_of("--method", method, METHODS)
+    _one_of("--refit", refit, (None, *REFITS))
     with _reported():
         folder = run(
             source, target, text, out,
-            method=method, k=k, ridge=ridge, tokens=tokens, distill_seconds=distill_seconds,
-            merge=merge or (), native_tail=native_tail, page_size=page_size, kv_dtype=kv_dtype,
+            reverse=reverse, method=method, k=k, ridge=ridge, refit=refit,
+            distill_seconds=distill_seconds, tokens=tokens, native_tail=native_tail,
+            merge=merge or (), from_store=from_store, tenants=tenant or (None,),
+            page_size=page_size, kv_dtype=kv_dtype,
         )  # fmt: skip
     typer.echo(f"{folder}: `baton inspect` shows it, `baton mapper --artifact` serves it")
 
@@ -222,6 +253,15 @@ def evaluate(
         list[str] | None,
         typer.Option(help="Only this task; repeatable. An unknown name lists them."),
     ] = None,
+    harness: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Task of lm-evaluation-harness, if installed; repeatable; no time limit."
+        ),
+    ] = None,
+    harness_tasks: Annotated[
+        Path | None, typer.Option(help="Folder of YAML files that define further harness tasks.")
+    ] = None,
     split: Annotated[str, typer.Option(help="Lines of --dialogues to use.")] = "heldout",
     conversations: Annotated[int, typer.Option(help="Dialogues to measure at most.")] = 40,
     items: Annotated[int, typer.Option(help="Questions a task at most.")] = 100,
@@ -252,6 +292,7 @@ def evaluate(
             source, target, variant, dialogues, out,
             data=data, baseline=baseline, tasks=tuple(task or ()), split=split,
             conversations=conversations, items=items, tail=tail, minutes=minutes, dtype=dtype,
+            harness=tuple(harness or ()), harness_tasks=harness_tasks,
         )  # fmt: skip
 
 
@@ -299,6 +340,12 @@ def show_plan(
 
     with _reported():
         print(json.dumps(run(pair), indent=1))
+
+
+def _one_of(option: str, value: str | None, allowed: Sequence[str | None]) -> None:
+    if value not in allowed:
+        names = ", ".join(name for name in allowed if name)
+        raise typer.BadParameter(f"{value!r} is none of {names}", param_hint=option)
 
 
 class _reported:

@@ -42,3 +42,7 @@ class CalibrationError(MapperError):
 
 class BadTask(MapperError):
     """A task file that cannot be used; the message names the file and the line."""
+
+
+class MissingExtra(MapperError):
+    """Something optional was asked for that is not installed; the message says how to."""

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from mapper.artifact import Artifact
 from mapper.capture.model import CapturedModel
 from mapper.errors import BadTask, UnsupportedModel
-from mapper.quality import arms, card, report, reuse
+from mapper.quality import arms, card, harness, report, reuse
 from mapper.quality.comparators import published_arm
 from mapper.quality.conversations import read_conversations, read_other
 from mapper.quality.divergence import Divergences, measure
@@ -30,6 +30,8 @@ SHORTEST_PROMPT = 512
 # this many at least: they are far from everything else.
 EXTRAS_SHARE, FEWEST_EXTRAS = 0.25, 6
 LAYER_TALKS = 6
+# Longer contexts of the harness lose their beginning.
+HARNESS_CAPACITY = 2048
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -37,6 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Settings:
     """What is measured, as it goes into the report.
 
+    `harness`: tasks of lm-evaluation-harness, `harness_tasks` a folder of YAML files of more.
     `minutes` bounds the run: fewer items are measured where all would take longer; 0 is no
     bound. `tail` is the native tail of task questions and of one measurement of each variant.
     """
@@ -48,6 +51,13 @@ class Settings:
     split: str = "heldout"
     dtype: str = "float32"
     tasks: tuple[str, ...] = ()
+    harness: tuple[str, ...] = ()
+    harness_tasks: Path | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As JSON; a folder's path is nobody else's affair."""
+        fields = vars(self) | {"tasks": list(self.tasks), "harness": list(self.harness)}
+        return {name: value for name, value in fields.items() if name != "harness_tasks"}
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -102,7 +112,7 @@ class Evaluation:
             if made:
                 longest = max(longest, capacity(made, task.format.answer_tokens))
         theirs = self.models[0].prefill(other)
-        foreign = (theirs.k.float(), theirs.v.float())
+        self.foreign = foreign = (theirs.k.float(), theirs.v.float())
         try:
             group = self._reuse_group(longest, foreign)
             rows.append(reuse.recomputing(*self.models, group))
@@ -143,7 +153,22 @@ class Evaluation:
                 result = self._ask(part, task, made, end, lambda at=step: bar.advance(at))
                 result.too_long = too_long
                 results.append(result)
-        return self._summary(divergences, layers, results)
+        return self._summary(divergences, layers, results) | {"harness": self._harness()}
+
+    def _harness(self) -> dict[str, Any]:
+        """Outside of the time limit: how long the harness takes is its tasks' affair."""
+        settings, reader = self.settings, self.reader
+        if not settings.harness:
+            return {}
+        models = {}
+        for arm in reader.arms[: 1 + self.variants]:
+            own = Reader(*self.models, [arm], HARNESS_CAPACITY, self.foreign)
+            models[arm.name] = harness.Prompted(own, self.tokenizer, settings.tail)
+            if arm.role == "native":
+                models["source alone"] = harness.Prompted(
+                    own, self.tokenizer, settings.tail, source=True
+                )
+        return harness.evaluate(models, settings.harness, settings.harness_tasks, settings.items)
 
     def _asked(self) -> list[tuple[Task, list[Prompt], int]]:
         return [one for one in self.tasks if one[1]]
@@ -212,7 +237,7 @@ class Evaluation:
         }
         return {
             "direction": [model.spec.name for model in self.models],
-            "settings": vars(self.settings) | {"tasks": list(self.settings.tasks)},
+            "settings": self.settings.record(),
             "variants": {
                 name: {
                     "method": one.manifest.method,

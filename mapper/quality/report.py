@@ -43,6 +43,7 @@ def show(report: dict[str, Any]) -> None:
     for name, task in report["tasks"].items():
         _task(name, task, report["settings"]["tail"])
     _claims(report)
+    _harness(report["harness"])
     for name, reason in report["left_out"].items():
         console.print(f"left out: {name}: {reason}")
 
@@ -111,6 +112,17 @@ def _claims(report: dict[str, Any]) -> None:
                 {None: "-", True: "yes", False: "no"}[one["met"]],
                 one["basis"],
             )
+    console.print(table)
+
+
+def _harness(results: dict[str, Any]) -> None:
+    if not results:
+        return
+    table = Table("lm-evaluation-harness", "task", "figures")
+    for name, tasks in results.items():
+        for task, figures in tasks.items():
+            shown = ", ".join(f"{key} {value:.4f}" for key, value in figures.items())
+            table.add_row(name, task, shown)
     console.print(table)
 
 
