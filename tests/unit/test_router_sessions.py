@@ -207,8 +207,9 @@ async def test_two_gateways_and_many_turns_of_one_session_at_once(redis_server):
         store = gateways[number % 2]
         session = await store.get("t", "s")
         epoch = (session and session.lineage("m").epoch) or new_epoch(session or Session(id="s"))
-        begun.append(epoch)
         exact = number % 5 == 4
+        if not exact:
+            begun.append(epoch)
         outcome = Outcome("none", "x") if exact else Outcome("applied", "x", epoch=epoch)
         await asyncio.sleep(0.002 * (number % 3))
         entry = TurnRecord(
