@@ -13,6 +13,13 @@ from deploy.local import LocalConfig, LocalStack, model_name
 from mapper import calibrate
 from mapper.demo.artifacts import KV_DTYPE, PAGE_SIZE, demo_artifacts
 from mapper.demo.models import demo_models
+from tests.e2e.talk import ADMIN_KEY
+
+UNSURE = {
+    "kind": "adaptive",
+    "threshold": 1.0,
+    "cascade": {"mode": "early", "tokens": 4, "below": {"low_logprob": 0.0}, "quantile": 0.0},
+}
 
 
 @pytest.fixture(scope="session")
@@ -24,6 +31,8 @@ def real_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]
         models["large"], models["large"], [], identity,
         method="identity", page_size=PAGE_SIZE, kv_dtype=KV_DTYPE,
     )  # fmt: skip
+    admin_key = folder / "admin.key"
+    admin_key.write_text(ADMIN_KEY)
     config = LocalConfig(
         folder=folder,
         models=models,
@@ -31,7 +40,17 @@ def real_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]
         policy=POLICY,
         base_port=_free_ports(5),
         gateway={
-            "policies": POLICIES,
+            # Whatever the small model says, it is not sure enough.
+            "policies": {**POLICIES, "unsure": UNSURE, "audited": POLICY},
+            # Audits change what the next turn runs on: only where a test asks for them.
+            "drift": {
+                "audit_rate": 0.0,
+                "audit_rates": {"audited": 1.0},
+                "audit_above_tokens": None,
+                "audit_wait_seconds": 60,
+                "budget_nats": 100,
+            },
+            "auth": {"admin_key_file": str(admin_key)},
             # The machine that runs tests is shared: a transfer may be slow, not late.
             "transfers": {"deadline_ms": 60_000},
             "timeouts": {"tokenize_seconds": 30, "drain_seconds": 5},

@@ -14,6 +14,7 @@ from deploy.local import LocalStack
 _numbers = itertools.count()
 # Tokens that all conversations of a tenant share: the chat template's own system prompt.
 SHARED = 32
+ADMIN_KEY = "the-admin-key"
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Conversation:
     session: str = field(default_factory=lambda: f"e2e-{next(_numbers)}")
     messages: list[dict[str, Any]] = field(default_factory=list)
     max_tokens: int = 8
+    policy: str = "default"
 
     def turn(self, question: str, model: str, stream: bool = False) -> Reply:
         url = self.stack.config.url("gateway") + "/v1"
@@ -44,7 +46,7 @@ class Conversation:
             messages=self.messages,
             temperature=0,
             max_tokens=self.max_tokens,
-            extra_headers={"x-session-id": self.session},
+            extra_headers={"x-session-id": self.session, "x-baton-policy": self.policy},
             **({"stream": True, "stream_options": {"include_usage": True}} if stream else {}),
         )
         answer = raw.parse()
@@ -62,6 +64,19 @@ class Conversation:
             usage.prompt_tokens,
             (details.cached_tokens or 0) if details else 0,
         )
+
+
+def session(stack: LocalStack, id: str) -> dict[str, Any]:
+    """The operators' view of a session."""
+    headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+    url = f"{stack.config.url('gateway')}/admin/sessions/{id}"
+    return httpx.get(url, headers=headers, timeout=30).raise_for_status().json()
+
+
+def lineage(stack: LocalStack, id: str) -> str | None:
+    """The namespace in which the session's last turn was answered."""
+    epoch = session(stack, id)["timeline"][-1]["epoch"]
+    return epoch and f"lossy:{id}:{epoch}"
 
 
 def ask_worker(stack: LocalStack, tier: str, messages: list, **fields: Any) -> httpx.Response:

@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from tests.e2e.talk import SHARED, Conversation, metric
+from tests.e2e.talk import SHARED, Conversation, lineage, metric, session
 
 pytestmark = pytest.mark.e2e
 
@@ -58,6 +58,54 @@ def test_a_worker_that_restarts_with_an_empty_pool_restores_from_the_store(real_
     assert reply.text
     assert reply.headers["x-baton-kv"] == "continued"
     assert reply.cached_tokens >= applied.cached_tokens
+    # The gateway has seen the worker go, and the turn since has confirmed its lineage.
+    mine = session(real_stack, talk.session)["lineages"][real_stack.config.worker("large").name]
+    assert (mine["kv"], mine["confirmed"]) == ("lossy", True)
+
+
+def test_a_gateway_that_is_killed_goes_on_with_the_same_lineage(real_stack, talk):
+    talk.turn("Which engine was first?", "large")
+    before = lineage(real_stack, talk.session)
+    assert before is not None
+    real_stack.processes["gateway"].kill()
+    real_stack.processes.pop("gateway").wait()
+    real_stack.start_gateway()
+    _wait_ready(real_stack)
+    reply = talk.turn("Who drove it?", "large")
+    assert reply.headers["x-baton-kv"] == "continued"
+    assert lineage(real_stack, talk.session) == before
+    assert session(real_stack, talk.session)["turns"] == 3
+
+
+def test_a_redis_that_is_killed_and_empty_begins_another_lineage(real_stack, talk):
+    talk.turn("Which engine was first?", "large")
+    before = lineage(real_stack, talk.session)
+    real_stack.processes["redis"].kill()
+    real_stack.processes.pop("redis").wait()
+    real_stack.start_redis()
+    _wait_ready(real_stack)
+    # Nothing is known of the session any more: the turn runs on exact KV, whatever there is.
+    reply = talk.turn("Who drove it?", "large")
+    assert reply.headers["x-baton-kv"] == "none"
+    assert reply.cached_tokens <= SHARED
+    assert lineage(real_stack, talk.session) is None
+    talk.messages[-1]["content"] += " Go on. " * 120
+    talk.turn("And the smallest?", "small")
+    talk.turn("Thank you.", "large")
+    assert lineage(real_stack, talk.session) != before
+
+
+def test_a_mapper_that_is_killed_costs_one_native_turn(real_stack, talk):
+    real_stack.processes["mapper"].kill()
+    real_stack.processes.pop("mapper").wait()
+    try:
+        reply = talk.turn("Which engine was first?", "large")
+    finally:
+        real_stack.start_mapper()
+        _wait_ready(real_stack)
+    assert reply.text and reply.headers["x-baton-kv"] == "native"
+    after = talk.turn("Who drove it?", "large")
+    assert (after.headers["x-baton-kv"], lineage(real_stack, talk.session)) == ("none", None)
 
 
 def _wait_ready(stack):

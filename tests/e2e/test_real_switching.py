@@ -13,6 +13,7 @@ from tests.e2e.talk import (
     ask_worker,
     cached,
     flush,
+    lineage,
     metric,
     token_ids,
     transfer,
@@ -59,6 +60,20 @@ def test_escalation_is_booked_once_confirmed(real_stack, document):
     talk.turn("What was the first engine called?", "large")
     after = metric(real_stack, "gateway", "baton_kv_transfer_total", status="applied")
     assert after == before + 1
+
+
+def test_a_cascade_hands_the_prompt_over_at_once(real_stack, document):
+    talk = Conversation(real_stack, f"Cascade. {document}", policy="unsure", max_tokens=64)
+    first = talk.turn("When was the line opened?", "auto", stream=True)
+    assert first.headers["x-baton-cascade"] == "escalated"
+    assert first.headers["x-baton-reason"] == "cascade_low_logprob"
+    assert first.headers["x-baton-tier"] == "large"
+    # The small worker has only just read the prompt; the large one does not read it again.
+    assert first.headers["x-baton-kv"] == "applied"
+    assert first.cached_tokens >= 0.9 * first.prompt_tokens
+    after = talk.turn("What was the first engine called?", "large")
+    assert after.headers["x-baton-kv"] == "continued"
+    assert after.cached_tokens >= first.cached_tokens
 
 
 def test_downgrade_takes_the_cache_along(real_stack, document):
@@ -109,6 +124,28 @@ def test_lossy_pages_are_out_of_reach(real_stack, names, document):
     assert hit(cache_salt=salt, extra_key="lossy:direct:1") == answer["tokens"]
 
 
+def test_tenants_and_lineages_with_one_system_prompt(real_stack, names, document):
+    """What a request finds is what its own tenant and lineage have left, and no more."""
+    opening = f"Isolation. {document[:2000]}"
+    messages, salt, answer = lossy_pages(real_stack, names, opening)
+    other = [*messages, {"role": "user", "content": "And now something else."}]
+    exact = ask_worker(real_stack, "large", messages, cache_salt="tenant-b").raise_for_status()
+    assert cached(exact) == 0
+    time.sleep(1)  # the worker writes its pages after it has answered
+    found = {}
+    for tenant in (salt, "tenant-b", "tenant-c"):
+        for extra_key in (None, "lossy:direct:1", "lossy:other:1"):
+            flush(real_stack, "large")
+            response = ask_worker(
+                real_stack, "large", other, cache_salt=tenant, extra_key=extra_key, max_tokens=1
+            ).raise_for_status()
+            found[tenant, extra_key] = cached(response)
+    assert found.pop((salt, "lossy:direct:1")) >= answer["tokens"] - PAGE
+    # Its own exact prompt, as far as the two conversations are the same.
+    assert found.pop(("tenant-b", None)) >= answer["tokens"] - 2 * PAGE
+    assert set(found.values()) == {0}
+
+
 def test_one_tenants_pages_cannot_be_asked_for_by_another(real_stack, names):
     import httpx
 
@@ -155,8 +192,7 @@ def test_the_gateway_answers_natively_after_a_bad_page(real_stack, document, str
     time.sleep(1)  # the worker writes its pages after it has answered
     flush(real_stack, "large")
     ids = token_ids(real_stack, "large", talk.messages)
-    lineage = f"lossy:{applied.headers['x-baton-session']}:1"
-    spoil(real_stack, ids, Namespace(lineage, "default"))
+    spoil(real_stack, ids, Namespace(lineage(real_stack, talk.session), "default"))
     before = metric(real_stack, "gateway", "baton_kv_transfer_total", reason="load_failed")
     reply = talk.turn("Who drove it?", "large", stream=stream)
     assert reply.headers["x-baton-kv"] == "native"
