@@ -132,7 +132,10 @@ class Stack:
 
 
 async def _tasks() -> Counter[str]:
-    return Counter(task.get_coro().__qualname__ for task in asyncio.all_tasks())
+    # The end of a generator that was left is a task as well, and has no name.
+    return Counter(
+        getattr(task.get_coro(), "__qualname__", "generator") for task in asyncio.all_tasks()
+    )
 
 
 def eventually(check: Callable[[], Any], seconds: float = 10.0) -> Any:
