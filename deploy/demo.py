@@ -28,6 +28,8 @@ QUESTIONS = (
 POLICY = {"kind": "turns", "escalate_at": 3, "downgrade_at": 5}
 NATIVE_POLICY = "native"
 POLICIES = {NATIVE_POLICY: POLICY | {"kv": "native"}}
+# No audits while times are taken: both workers share the machine's cores.
+QUIET = {"drift": {"audit_rate": 0.0, "audit_above_tokens": None}}
 _ANSWER_TOKENS = 48
 
 

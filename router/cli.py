@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -172,9 +172,9 @@ def demo(
     ),
 ) -> None:
     """Hold one conversation twice, with and without KV transfer, and show what a switch costs."""
-    from deploy.demo import run
+    from deploy.demo import QUIET, run
 
-    with _demo_stack(port, folder) as stack:
+    with _demo_stack(port, folder, QUIET) as stack:
         run(stack, folder, _console())
     _console().print(
         f"Written: {folder}/report.json. To talk to the models yourself: [bold]make up[/], then "
@@ -201,7 +201,9 @@ def doctor(
 
 
 @contextmanager
-def _demo_stack(port: int, folder: Path) -> Iterator[LocalStack]:
+def _demo_stack(
+    port: int, folder: Path, settings: dict[str, Any] | None = None
+) -> Iterator[LocalStack]:
     """The demo stack, with Ctrl-C and SIGTERM as ways to leave it."""
     from deploy.demo import POLICIES, POLICY
     from deploy.local import LocalConfig, LocalError, LocalStack
@@ -216,7 +218,7 @@ def _demo_stack(port: int, folder: Path) -> Iterator[LocalStack]:
         artifacts=list(demo_artifacts().values()),
         policy=POLICY,
         base_port=port,
-        gateway={"policies": POLICIES},
+        gateway={"policies": POLICIES, **(settings or {})},
     )
     try:
         with console.status("starting") as status:
