@@ -119,11 +119,14 @@ class Client:
             await asyncio.sleep(0.2)
 
     async def ids(self, tier: str, messages: list[dict], answer: str) -> tuple[list[int], int]:
-        """Token ids of the conversation with its answer, and where the answer begins."""
+        """Token ids of the conversation with its answer, and where the answer begins.
+
+        At the end, when the answer cannot be told apart from the prompt.
+        """
         said = {"role": "assistant", "content": answer}
         body = {"messages": messages}
         prompt, whole = await probe.conversation_ids(self.workers[tier], body, said, 60)
-        return whole, len(prompt)
+        return whole, len(prompt) if whole[: len(prompt)] == prompt else len(whole)
 
     async def score(
         self, tier: str, ids: list[int], start: int, salt: str, extra_key: str | None = None

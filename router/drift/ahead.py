@@ -175,5 +175,7 @@ class Ahead:
 
 
 def _reserve(session: Session, model: str) -> None:
-    epoch = session.lineage(model).epoch or new_epoch(session)
-    record.map_ahead(session, model, epoch, exact=0, mapped=0, drift=0.0)
+    mine = session.lineage(model)
+    epoch = mine.epoch or new_epoch(session)
+    # What is exact will be linked, so that the lineage holds it already for all purposes.
+    record.map_ahead(session, model, epoch, exact=mine.exact, mapped=0, drift=0.0)

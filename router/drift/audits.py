@@ -134,31 +134,47 @@ class Audits:
         prompt, whole = await probe.conversation_ids(
             audit.worker, audit.body, audit.answer, self._tokenize_seconds
         )
-        started = time.monotonic()
-        waited = 0.0
-        start, turn, priority = len(prompt), audit.turn, self._settings.audit_priority
-        answer = whole[: start + turn.completion_tokens]
-        closing = len(whole) - start - turn.completion_tokens
-        faithful = turn.completion_tokens > 0 and 0 <= closing <= _CLOSING
-        mapped = None
-        if faithful:
-            lineage = Namespace(audit.tenant, extra_key(audit.session, turn.epoch))
-            mapped = await probe.score(audit.worker, answer, start, lineage, priority)
-            if mapped.cached_tokens < turn.cached_tokens:
-                # Computed anew since, and so not what the answer was generated on.
-                mapped = None
-        exact = Namespace(audit.tenant)
-        piece = self._settings.audit_piece_tokens
-        for end in range(piece, start, piece):
-            waited += await self._until_idle(audit.worker)
-            await probe.prefill(audit.worker, whole[:end], exact, priority)
-        waited += await self._until_idle(audit.worker)
-        native = await probe.score(audit.worker, whole, start, exact, priority)
-        self._metrics.seconds.observe(time.monotonic() - started - waited)
-        if mapped is None:
+        mapped = await self._on_lineage(audit, prompt, whole)
+        native = await self._exactly(audit, whole, len(prompt) if mapped else None)
+        if mapped is None or native is None:
             return None, len(whole)
         pairs = zip(mapped.logprobs, native.logprobs, strict=False)
         return Measurement(tuple(one - other for one, other in pairs)), len(whole)
+
+    async def _on_lineage(
+        self, audit: Audit, prompt: list[int], whole: list[int]
+    ) -> probe.Scored | None:
+        """Scores the answer on the KV that it was generated on, if both are known for sure."""
+        start, length = len(prompt), audit.turn.completion_tokens
+        # The answer's own tokens are not known, only its text: they are taken for those of the
+        # conversation if there are as many, and if it is cut where the answer was begun.
+        closing = len(whole) - start - length
+        if whole[:start] != prompt or not length or not 0 <= closing <= _CLOSING:
+            return None
+        lineage = Namespace(audit.tenant, extra_key(audit.session, audit.turn.epoch))
+        priority = self._settings.audit_priority
+        ids = whole[: start + length]
+        scored = await probe.score(audit.worker, ids, start, lineage, priority)
+        # Less than the turn found has been computed anew since: another answer's KV.
+        return scored if scored.cached_tokens >= audit.turn.cached_tokens else None
+
+    async def _exactly(
+        self, audit: Audit, whole: list[int], start: int | None
+    ) -> probe.Scored | None:
+        """Leaves exact KV of `whole` behind, and scores its tokens from `start` on, if given."""
+        worker, exact = audit.worker, Namespace(audit.tenant)
+        piece, priority = self._settings.audit_piece_tokens, self._settings.audit_priority
+        began, waited, scored = time.monotonic(), 0.0, None
+        for length in range(piece, len(whole) if start is None else start, piece):
+            waited += await self._until_idle(worker)
+            await probe.prefill(worker, whole[:length], exact, priority)
+        waited += await self._until_idle(worker)
+        if start is None:
+            await probe.prefill(worker, whole, exact, priority)
+        else:
+            scored = await probe.score(worker, whole, start, exact, priority)
+        self._metrics.seconds.observe(time.monotonic() - began - waited)
+        return scored
 
     async def _until_idle(self, worker: Worker) -> float:
         """Seconds waited. Raises ProbeFailed when the worker stays busy."""

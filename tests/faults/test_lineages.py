@@ -5,7 +5,7 @@ import pytest
 
 from tests.fake_worker import Fault, Threaded
 from tests.redis_server import RedisServer
-from tests.stack import Talk, eventually
+from tests.stack import Stack, Talk, eventually
 
 ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 5.0}
 KEY = {"authorization": "Bearer the-admin-key"}
@@ -40,11 +40,13 @@ def switched(stack, talk):
 
 
 def test_another_gateway_goes_on_where_one_has_died(make, redis_server):
-    one = make(redis_url=redis_server.url)
     two = make(redis_url=redis_server.url)
+    one = Stack(redis_url=redis_server.url)
     talk = Talk("s")
-    first = switched(one, talk)
-    one.stop()
+    try:
+        first = switched(one, talk)
+    finally:
+        one.stop()
     assert talk.turn(two, model="large")["x-baton-kv"] == "continued"
     assert lineage(two) == first
     assert session(two)["turns"] == 3
