@@ -51,7 +51,8 @@ class TurnRecord(_Kept):
     drift_expected: float = 0.0
     drift: float | None = None
     drift_first_token: float | None = None
-    # What became of its audit: none, pending, measured, reanchored, or why it was dropped.
+    # What became of its audit: measured, reanchored (exact KV without a figure), or why it
+    # ended; none as long as there is nothing to tell.
     audit: str = "none"
 
 
