@@ -1,14 +1,14 @@
 """Drift over long conversations on real workers: with and without re-anchoring, beside native.
 
-    python -m loadtests.drift --turns 20 --sessions 2 --out build/drift
+    python -m loadtests.drift --turns 10 20 --out build/drift
 
 Passage question answering, greedy, in sessions that go up, go down half-way, or change model
 at every turn. Each pattern runs three times on the same passages: on mapped KV that is never
 repaired, on mapped KV that audits re-anchor, and natively. After each turn its answer is
 scored on the KV that it was generated on and on a native prefill under a salt of its own;
 their mean difference is the turn's drift, and that of the native run is the noise floor.
-Writes report.json and report.png. Needs about 4 GB of memory and, for 20 turns and 2
-sessions on two cores, some ten minutes.
+Writes drift-TURNS.json and drift-TURNS.png. Needs about 6 GB of memory and, with 20 turns and
+one session of each kind on two cores, some five minutes.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ def _f1(one: str, other: str) -> float:
     return 2 * common / (sum(a.values()) + sum(b.values())) if a or b else 1.0
 
 
-async def measure(stack: Any, options: argparse.Namespace) -> dict[str, Any]:
-    material = passages(options.passages, options.sessions, options.turns)
+async def measure(stack: Any, options: argparse.Namespace, turns: int) -> dict[str, Any]:
+    material = passages(options.passages, options.sessions, turns)
     talks = [
         Talk(arm, pattern, number, passage, questions)
         for arm in ARMS
@@ -205,15 +205,15 @@ async def measure(stack: Any, options: argparse.Namespace) -> dict[str, Any]:
     client = Client(stack)
     began = time.monotonic()
     try:
-        await converse(client, talks, options.turns, options.tokens)
+        await converse(client, talks, turns, options.tokens)
     finally:
         await client.close()
     return {
-        "turns": options.turns,
+        "turns": turns,
         "sessions": options.sessions,
         "answer_tokens": options.tokens,
         "seconds": round(time.monotonic() - began, 1),
-        "patterns": summarise(talks, options.turns),
+        "patterns": summarise(talks, turns),
         "talks": [
             {"arm": t.arm, "pattern": t.pattern, "turns": [asdict(x) for x in t.turns]}
             for t in talks
@@ -225,7 +225,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--turns", type=int, default=20)
+    parser.add_argument("--turns", type=int, nargs="+", default=[10, 20], help="of a session")
     parser.add_argument("--sessions", type=int, default=1, help="of each pattern and arm")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
     parser.add_argument("--tokens", type=int, default=16, help="of an answer, at most")
@@ -236,13 +236,15 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     with real_stack(SETTINGS, {DRIFTING: _PLAIN, REANCHORED: _PLAIN}) as stack:
-        report = asyncio.run(measure(stack, options))
-    (options.out / "report.json").write_text(json.dumps(report, indent=1))
-    plot(options.out / "report.png", {p: v for p, v in report["patterns"].items() if v})
-    for pattern, arms in report["patterns"].items():
-        for arm, values in arms.items():
-            shown = {name: value for name, value in values.items() if "by_turn" not in name}
-            print(pattern, arm, json.dumps(shown))
+        for turns in options.turns:
+            report = asyncio.run(measure(stack, options, turns))
+            (options.out / f"drift-{turns}.json").write_text(json.dumps(report, indent=1))
+            shown = {name: arms for name, arms in report["patterns"].items() if arms}
+            plot(options.out / f"drift-{turns}.png", shown)
+            for pattern, arms in shown.items():
+                for arm, values in arms.items():
+                    short = {name: v for name, v in values.items() if "by_turn" not in name}
+                    print(turns, "turns,", pattern, arm, json.dumps(short), flush=True)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,11 @@ class Desk:
         if answer.choices.keys() != {0} or incoming.path != CHAT:
             # Several answers to one prompt have no one continuation.
             return
-        said = {name: value for name, value in answer.choices[0].message().items() if value}
+        (choice,) = answer.choices.values()
+        said = choice.message()
+        if not said["tool_calls"]:
+            # A template may take an empty list for calls.
+            del said["tool_calls"]
         # The record as it was kept, with its number.
         turn = next((one for one in session.timeline if one.at == turn.at), turn)
         if turn.epoch is not None and self._wanted(session, turn, incoming):
