@@ -22,11 +22,13 @@ from router.drift import probe
 from router.drift.expected import Expected
 from router.drift.metrics import DriftMetrics
 from router.drift.probe import Namespace, ProbeFailed
+from router.metrics import Metrics
 from router.sessions import record
 from router.sessions.base import Store, StoreDown, TurnRecord
 from router.sessions.lineage import extra_key
 from router.sessions.record import Measurement
 from router.settings import Drift
+from router.transfer.outcome import Outcome
 from router.workers.worker import Worker
 
 logger = log.get("audit")
@@ -43,6 +45,7 @@ class Audit:
     session: str
     born: str
     turn: TurnRecord
+    outcome: Outcome
     worker: Worker
     body: dict[str, Any]
     answer: dict[str, Any]
@@ -56,12 +59,18 @@ class Audits:
     """A bounded queue and a few tasks that work it off; what does not fit is dropped."""
 
     def __init__(
-        self, settings: Drift, store: Store, metrics: DriftMetrics, tokenize_seconds: float
+        self,
+        settings: Drift,
+        store: Store,
+        metrics: DriftMetrics,
+        gateway_metrics: Metrics,
+        tokenize_seconds: float,
     ) -> None:
         self.expected = Expected(settings.expected_nats)
         self._settings = settings
         self._store = store
         self._metrics = metrics
+        self._gateway_metrics = gateway_metrics
         self._tokenize_seconds = tokenize_seconds
         self._queue: asyncio.Queue[Audit] = asyncio.Queue(settings.audit_queue)
         self._tasks: list[asyncio.Task[None]] = []
@@ -136,7 +145,7 @@ class Audits:
         )
         mapped = await self._on_lineage(audit, prompt, whole)
         native = await self._exactly(audit, whole, len(prompt) if mapped else None)
-        if mapped is None or native is None:
+        if mapped is None:
             return None, len(whole)
         pairs = zip(mapped.logprobs, native.logprobs, strict=False)
         return Measurement(tuple(one - other for one, other in pairs)), len(whole)
@@ -158,29 +167,39 @@ class Audits:
         # Less than the turn found has been computed anew since: another answer's KV.
         return scored if scored.cached_tokens >= audit.turn.cached_tokens else None
 
-    async def _exactly(
-        self, audit: Audit, whole: list[int], start: int | None
-    ) -> probe.Scored | None:
+    async def _exactly(self, audit: Audit, whole: list[int], start: int | None) -> probe.Scored:
         """Leaves exact KV of `whole` behind, and scores its tokens from `start` on, if given."""
         worker, exact = audit.worker, Namespace(audit.tenant)
         piece, priority = self._settings.audit_piece_tokens, self._settings.audit_priority
-        began, waited, scored = time.monotonic(), 0.0, None
-        for length in range(piece, len(whole) if start is None else start, piece):
-            waited += await self._until_idle(worker)
-            await probe.prefill(worker, whole[:length], exact, priority)
-        waited += await self._until_idle(worker)
-        if start is None:
-            await probe.prefill(worker, whole, exact, priority)
-        else:
-            scored = await probe.score(worker, whole, start, exact, priority)
-        self._metrics.seconds.observe(time.monotonic() - began - waited)
+        seconds, computed = 0.0, 0
+        end = len(whole) if start is None else start
+        for length in (*range(piece, end, piece), len(whole)):
+            await self._until_idle(worker)
+            began = time.monotonic()
+            if start is None or length < len(whole):
+                scored = await probe.prefill(worker, whole[:length], exact, priority)
+            else:
+                scored = await probe.score(worker, whole, start, exact, priority)
+            seconds += time.monotonic() - began
+            computed += length - scored.cached_tokens
+        self._metrics.seconds.observe(seconds)
+        self._settle(audit, seconds, computed)
         return scored
 
-    async def _until_idle(self, worker: Worker) -> float:
-        """Seconds waited. Raises ProbeFailed when the worker stays busy."""
+    def _settle(self, audit: Audit, seconds: float, computed: int) -> None:
+        """Books what the turn's transfer saved, by the prefill that was done for the audit."""
+        taken, outcome = audit.turn.mapped_tokens, audit.outcome
+        if not 0 < taken <= computed:
+            # Some of it was exact already, and says nothing of what it would have cost.
+            return
+        saved = seconds * taken / computed - outcome.seconds
+        series = self._gateway_metrics.saved if saved >= 0 else self._gateway_metrics.lost
+        series.labels(outcome.pair, outcome.direction, "measured").inc(abs(saved))
+
+    async def _until_idle(self, worker: Worker) -> None:
+        """Raises ProbeFailed when the worker stays busy."""
         started = time.monotonic()
         while not await probe.idle(worker):
             if time.monotonic() - started > self._settings.audit_wait_seconds:
                 raise ProbeFailed("busy")
             await asyncio.sleep(_LOOK_SECONDS)
-        return time.monotonic() - started

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 import time
+from typing import TYPE_CHECKING
 
 from policies import Decision
 from router.drift.ahead import Ahead, Likely
 from router.drift.audits import Audit, Audits
 from router.drift.metrics import DriftMetrics
 from router.metrics import Metrics
-from router.relay.parser import Answer, Usage
+from router.relay.parser import Usage
 from router.savings.books import Booking
 from router.sessions.base import Session, Store, TurnRecord
 from router.settings import Settings
@@ -19,6 +20,9 @@ from router.transfer.outcome import Outcome
 from router.turns.incoming import Incoming
 from router.workers.pool import Pool
 from router.workers.worker import CHAT, Worker
+
+if TYPE_CHECKING:
+    from router.turns.leg import Leg
 
 
 class Desk:
@@ -34,7 +38,7 @@ class Desk:
         self._pool = pool
         self._metrics = DriftMetrics(metrics.registry)
         seconds = settings.timeouts.tokenize_seconds
-        self._audits = Audits(settings.drift, store, self._metrics, seconds)
+        self._audits = Audits(settings.drift, store, self._metrics, metrics, seconds)
         self._ahead = Ahead(settings, mapper, store, self._metrics) if mapper else None
 
     def start(self) -> None:
@@ -81,15 +85,15 @@ class Desk:
         incoming: Incoming,
         session: Session,
         turn: TurnRecord,
-        worker: Worker,
+        leg: Leg,
         decision: Decision,
-        answer: Answer,
     ) -> None:
         """Schedules what the turn gives reason for; never waits and never fails.
 
         `session` is its state with this turn in it.
         """
         tenant, body = incoming.tenant, incoming.clean
+        worker, answer = leg.worker, leg.upstream.answer
         if answer.choices.keys() != {0} or incoming.path != CHAT:
             # Several answers to one prompt have no one continuation.
             return
@@ -101,7 +105,9 @@ class Desk:
         # The record as it was kept, with its number.
         turn = next((one for one in session.timeline if one.at == turn.at), turn)
         if turn.epoch is not None and self._wanted(session, turn, incoming):
-            self._audits.submit(Audit(tenant, session.id, session.born, turn, worker, body, said))
+            self._audits.submit(
+                Audit(tenant, session.id, session.born, turn, leg.outcome, worker, body, said)
+            )
         if self._ahead is None:
             return
         if worker.tier == "large":

@@ -68,9 +68,10 @@ async def conversation_ids(
     return prompt, whole
 
 
-async def prefill(worker: Worker, ids: Sequence[int], where: Namespace, priority: int) -> None:
-    """Leaves KV of `ids` behind."""
-    await _generate(worker, {"input_ids": list(ids)}, where, priority)
+async def prefill(worker: Worker, ids: Sequence[int], where: Namespace, priority: int) -> Scored:
+    """Leaves KV of `ids` behind; nothing is scored."""
+    meta = await _generate(worker, {"input_ids": list(ids)}, where, priority)
+    return Scored((), _cached(meta))
 
 
 async def score(
@@ -91,12 +92,18 @@ async def score(
         entries = meta["input_token_logprobs"][-(len(ids) - start) :]
         scored = tuple(float(entry[0]) for entry in entries)
         same = [entry[1] for entry in entries] == list(ids[start:])
-        cached = int(meta.get("cached_tokens") or 0)
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise ProbeFailed("logprobs_unreadable") from error
     if not same:
         raise ProbeFailed("logprobs_unreadable")
-    return Scored(scored, cached)
+    return Scored(scored, _cached(meta))
+
+
+def _cached(meta: dict[str, Any]) -> int:
+    cached = meta.get("cached_tokens") or 0
+    if not isinstance(cached, int):
+        raise ProbeFailed("logprobs_unreadable")
+    return cached
 
 
 async def _generate(

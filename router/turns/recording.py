@@ -81,9 +81,7 @@ class Recorder:
             logger.warning("session_not_saved", session=subject.identity.id)
             return
         if complete:
-            self._gateway.drift.follow_up(
-                subject.incoming, session, turn, leg.worker, decision, leg.upstream.answer
-            )
+            self._gateway.drift.follow_up(subject.incoming, session, turn, leg, decision)
 
     def _book(self, subject: Subject, leg: Leg) -> Booking:
         for usage in leg.checks:

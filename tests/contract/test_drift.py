@@ -114,6 +114,21 @@ def test_what_an_audit_asks_of_the_worker(make):
     assert "logprobs" not in last(stack.large[0])
 
 
+def test_an_audit_books_what_the_transfer_saved_by_its_own_prefill(make):
+    stack = make()
+    large = stack.large[0]
+    large.seconds_per_token = 0.002
+    switched(stack)
+    taken = session(stack)["timeline"][1]["mapped_tokens"]
+    audited(stack)
+    saved = stack.metric("baton_prefill_seconds_saved_total", basis="measured", direction="up")
+    lost = stack.metric("baton_prefill_seconds_lost_total", basis="measured", direction="up")
+    transfer = stack.metric("baton_kv_transfer_seconds_sum")
+    # At least the scripted time; a busy machine adds to it.
+    assert saved - lost + transfer > 0.9 * taken * large.seconds_per_token
+    assert stack.metric("baton_prefill_seconds_saved_total", basis="estimated") == 0
+
+
 def test_an_exact_turn_is_not_audited(make):
     stack = make()
     talk = Talk("s")
