@@ -9,7 +9,7 @@ import pytest
 from tests.fake_worker import tokenize
 from tests.stack import Stack, Talk, eventually
 
-ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 5.0, "audit_piece_tokens": 64}
+ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 60.0, "audit_piece_tokens": 64}
 KEY = {"authorization": "Bearer the-admin-key"}
 
 

@@ -7,7 +7,7 @@ from tests.fake_worker import Fault, Threaded
 from tests.redis_server import RedisServer
 from tests.stack import Stack, Talk, eventually
 
-ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 5.0}
+ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 60.0}
 KEY = {"authorization": "Bearer the-admin-key"}
 
 
