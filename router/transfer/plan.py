@@ -28,6 +28,11 @@ logger = log.get("transfer")
 _WORD = re.compile(r"^[a-z][a-z0-9_]{0,39}$")
 # How long past its deadline the mapper's answer is still waited for.
 _GRACE_SECONDS = 0.05
+# How often a source that has read the prompt is asked again for the pages that it is writing,
+# and for how many tokens beyond the least that is mapped at all.
+_WRITING_TRIES = 10
+_WRITING_PAUSE_SECONDS = 0.05
+_WORTH_WAITING_TOKENS = 64
 
 
 class Transfers:
@@ -147,7 +152,8 @@ class Transfers:
             ),
             target=Namespace(model=target.model, extra_key=extra_key, cache_salt=tenant),
         )
-        answer = await self._send(request)
+        fresh = decision.stage == "cascade"
+        answer = await (self._send_once_written(request) if fresh else self._send(request))
         reason = answer.reason if _WORD.match(answer.reason) else "other"
         if answer.status == "unsupported" and answer.field:
             logger.warning("transfer_unsupported", field=answer.field, pair=answer.pair)
@@ -184,6 +190,16 @@ class Transfers:
                 return await worker.tokenize(body, self._tokenize_seconds)
         except (httpx.HTTPError, ValueError, KeyError, TypeError, TimeoutError) as error:
             raise _Failed("tokenize_failed") from error
+
+    async def _send_once_written(self, request: TransferRequest) -> TransferAnswer:
+        """For a source that has only just read the prompt: its pages follow in a moment."""
+        long_enough = len(request.token_ids) >= request.min_mapped_tokens + _WORTH_WAITING_TOKENS
+        for _ in range(_WRITING_TRIES):
+            answer = await self._send(request)
+            if not long_enough or answer.reason not in ("no_source_pages", "too_little"):
+                break
+            await asyncio.sleep(_WRITING_PAUSE_SECONDS)
+        return answer
 
     async def _send(self, request: TransferRequest) -> TransferAnswer:
         seconds = self._settings.deadline_ms / 1000 + _GRACE_SECONDS

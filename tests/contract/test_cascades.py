@@ -127,6 +127,23 @@ def test_an_unsure_answer_is_given_by_the_large_tier(stack, stream):
     assert after.headers["x-baton-kv"] == "continued"
 
 
+def test_pages_that_are_still_being_written_are_waited_for(make):
+    stack = make(policy(mode="early", tokens=2), transfers={"min_mapped_tokens": 10})
+    stack.small[0].logprob = -3.0
+    stack.mapper.early = 2
+    body = {**BODY, "messages": [user("word " * 100)]}
+    assert stack.post({**body, "stream": True}).headers["x-baton-kv"] == "applied"
+    assert len(stack.mapper.seen) == 3
+    # There is nothing to wait for at any other change of model, or for a short prompt.
+    talk = Talk("s")
+    talk.turn(stack, model="small")
+    stack.mapper.early = 1
+    assert talk.turn(stack, model="large")["x-baton-kv"] == "fallback_reprefill"
+    stack.mapper.early = 1
+    assert stack.post({**BODY, "messages": [user("short")]}).headers["x-baton-kv"] != "applied"
+    assert len(stack.mapper.seen) == 5
+
+
 def test_an_early_decision_ends_the_small_answer(make):
     stack = make(policy(mode="early", tokens=2))
     stack.small[0].logprob = -3.0
