@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import pairwise
 from zlib import crc32
 
 from policies.base import Turn
 from policies.tasks import task_class
 
 BUCKETS = 4096
-# The classifier reads this much of the beginning and of the end of a message.
+# Of the beginning and of the end of the last message, and of the beginning of those before.
 _WINDOW = 1000
+_EARLIER_WINDOW = 300
 _WORD = re.compile(r"[a-z]+|\d+|[^\sa-z\d]")
 
 
 def features(turn: Turn) -> dict[str, float]:
-    """Named features; words and word pairs of the last message as `h<bucket>`, of norm one."""
+    """Named features. Words and word pairs of the last message are `h<bucket>`, of norm one;
+    words of the user's messages before it are `e<bucket>`, likewise."""
     text = turn.text
     if len(text) > 2 * _WINDOW:
         text = f"{text[:_WINDOW]}\n{text[-_WINDOW:]}"
     words = _WORD.findall(text.lower())
-    found = _ngrams(words)
+    before = [word for one in turn.earlier for word in _WORD.findall(one[:_EARLIER_WINDOW].lower())]
+    found = _hashed("h", [*words, *map(" ".join, pairwise(["^", *words]))])
+    found |= _hashed("e", before)
     found |= {
         "chars": math.log1p(len(turn.text)),
         "words": math.log1p(len(words)),
@@ -43,13 +48,14 @@ def features(turn: Turn) -> dict[str, float]:
     return found
 
 
-def _ngrams(words: list[str]) -> dict[str, float]:
+def is_hashed(name: str) -> bool:
+    return name[0] in "he" and name[1:].isdigit()
+
+
+def _hashed(kind: str, grams: list[str]) -> dict[str, float]:
     counts: dict[int, int] = {}
-    before = "^"
-    for word in words:
-        for gram in (word, f"{before} {word}"):
-            bucket = crc32(gram.encode()) % BUCKETS
-            counts[bucket] = counts.get(bucket, 0) + 1
-        before = word
+    for gram in grams:
+        bucket = crc32(gram.encode()) % BUCKETS
+        counts[bucket] = counts.get(bucket, 0) + 1
     norm = math.sqrt(sum(count * count for count in counts.values())) or 1.0
-    return {f"h{bucket}": count / norm for bucket, count in counts.items()}
+    return {f"{kind}{bucket}": count / norm for bucket, count in counts.items()}

@@ -11,6 +11,7 @@ from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GroupKFold
 
+from policies.features import is_hashed
 from policies.logistic import Calibrated
 
 # Inverse strengths of the L2 penalty to choose from, on folds of whole sessions.
@@ -69,7 +70,7 @@ def _scaling(x: csc_matrix, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, 
     Hashed n-grams stay as they are; everything else gets mean 0 and spread 1. A feature
     that never varies has taught nothing, so it must not speak where it does vary.
     """
-    hashed = np.array([name[0] == "h" and name[1:].isdigit() for name in names], dtype=bool)
+    hashed = np.array([is_hashed(name) for name in names], dtype=bool)
     mean = np.asarray(x.mean(0)).ravel()
     spread = np.sqrt(np.maximum(np.asarray(x.multiply(x).mean(0)).ravel() - mean**2, 0))
     useful = np.flatnonzero(spread > 1e-9)

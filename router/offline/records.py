@@ -35,6 +35,8 @@ class Item(BaseModel):
     session: str | None = None
     task: str = "all"
     text: str = ""
+    # The user's messages before it, newest first.
+    earlier: tuple[str, ...] = ()
     turn: int = Field(default=1, ge=1)
     messages: int = Field(default=1, ge=0)
     prompt_chars: int | None = None
@@ -67,6 +69,7 @@ class Item(BaseModel):
             has_tools=self.has_tools,
             has_schema=self.has_schema,
             text=self.text,
+            earlier=self.earlier,
             prompt_logprob=self.prompt_logprob,
         )
 
@@ -91,6 +94,16 @@ def read_lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     return lines
 
 
+def flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A decision log's line with what its `inputs` say of the turn; its gain is a score."""
+    turn = dict((row.get("inputs") or {}).get("turn") or {})
+    turn.pop("number", None)
+    known = {key: value for key, value in row.items() if value is not None}
+    if "gain" in (row.get("scores") or {}):
+        known.setdefault("gain", row["scores"]["gain"])
+    return turn | known
+
+
 def read_items(path: Path) -> tuple[list[Item], int]:
     """The turns that both models' outcomes are known of, and how many lines have not both.
 
@@ -103,7 +116,7 @@ def read_items(path: Path) -> tuple[list[Item], int]:
             continue
         row.setdefault("id", f"line-{number}")
         try:
-            items.append(Item.model_validate(row))
+            items.append(Item.model_validate(flat(row)))
         except ValidationError as error:
             faults = "; ".join(
                 f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from policies import Turn
 from policies.base import Task, Tier
-from router.offline.records import RecordError, read_lines
+from router.offline.records import RecordError, flat, read_lines
 
 
 class ReplayTurn(BaseModel):
@@ -28,6 +28,7 @@ class ReplayTurn(BaseModel):
     completion_tokens: int = Field(ge=0)
     tenant: str = ""
     text: str = ""
+    earlier: tuple[str, ...] = ()
     task: Task | None = None
     gain: float | None = None
     has_tools: bool = False
@@ -54,6 +55,7 @@ class ReplayTurn(BaseModel):
             forced=self.forced,
             tenant=self.tenant,
             text=self.text,
+            earlier=self.earlier,
             prompt_logprob=self.prompt_logprob,
             task=None if self.text else self.task,
             gain=None if self.text else self.gain,
@@ -72,7 +74,7 @@ def read_sessions(path: Path) -> tuple[dict[str, list[ReplayTurn]], int]:
             skipped += 1
             continue
         try:
-            turn = ReplayTurn.model_validate(_flat(row))
+            turn = ReplayTurn.model_validate(flat(row))
         except ValidationError as error:
             faults = "; ".join(
                 f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors()
@@ -89,18 +91,6 @@ def _answered(row: dict[str, Any]) -> bool:
     if row.get("event", "decision") != "decision":
         return False
     return row.get("prompt_tokens") is not None and row.get("completion_tokens") is not None
-
-
-def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """The turn itself is part of a log line's `inputs`; the gain is one of its scores."""
-    inputs = row.get("inputs") or {}
-    scores = row.get("scores") or {}
-    turn = {key: value for key, value in (inputs.get("turn") or {}).items() if value is not None}
-    known = {key: value for key, value in row.items() if value is not None}
-    if "gain" in scores:
-        known.setdefault("gain", scores["gain"])
-    turn.pop("number", None)
-    return {**turn, **known}
 
 
 def _in_order(turns: list[ReplayTurn]) -> list[ReplayTurn]:
