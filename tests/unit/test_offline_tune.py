@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 
 import numpy as np
 import pytest
@@ -20,8 +19,7 @@ from router.offline import curves, edit, fit, guarantee
 from router.offline.curves import Outcomes
 from router.offline.records import Item, RecordError, read_items
 from router.offline.tune import Goal, as_outcomes, split, tune
-
-WORDS = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+from tests.graded_turns import items
 
 
 def outcomes(small, large, session=None, task=None):
@@ -93,31 +91,6 @@ def test_within_tasks_knowing_the_task_is_worth_nothing():
     assert curves.against_shuffled(score, part, 0.5)["low"] > 0
     within = curves.against_shuffled(score, part, 0.5, within_task=True)
     assert within["difference"] == pytest.approx(0)
-
-
-def items(count=600, seed=1, **fields):
-    """Turns of which the words tell hard from easy, and the signals right from wrong."""
-    rng = random.Random(seed)
-    made = []
-    for number in range(count):
-        hard = rng.random() < 0.4
-        words = [rng.choice(WORDS[:6] if hard else WORDS[4:]) for _ in range(rng.randint(5, 30))]
-        small, large = float(rng.random() < (0.2 if hard else 0.85)), float(rng.random() < 0.85)
-        doubt = rng.gammavariate(2, 0.4) + (1 - small) * rng.random() * 2
-        made.append(
-            {
-                "id": f"t{number}",
-                "session": f"s{number // 3}",
-                "task": f"task{number % 2}",
-                "text": " ".join(words),
-                "signals": {"tokens": 5, "low_logprob": -2 * doubt, "mean_logprob": -doubt},
-                "prompt_logprob": -rng.random(),
-                "small": {"quality": small},
-                "large": {"quality": large},
-                **fields,
-            }
-        )
-    return made
 
 
 def test_a_fit_finds_what_the_words_tell():
