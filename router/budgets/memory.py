@@ -23,11 +23,6 @@ class MemoryLedger:
         self._turn_page()
         self._spent[tenant] = spent
 
-    async def take(self, tenant: str) -> Spent:
-        """What was counted, which is forgotten here."""
-        self._turn_page()
-        return self._spent.pop(tenant, Spent())
-
     async def close(self) -> None:
         return None
 

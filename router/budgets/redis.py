@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
+import secrets
 import time
 
 import redis.asyncio as redis
+from pydantic import ValidationError
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
@@ -24,17 +27,19 @@ _CONNECTIONS = 16
 
 
 class RedisLedger:
-    """While Redis is away this process goes on from what it last read.
+    """Each process keeps its own total in Redis, under a name of its own; the sum is what counts.
 
-    What is spent meanwhile is kept, and added in Redis with the first turn after.
+    A total that is written twice does no harm, so that a write without an answer needs no
+    care. While Redis is away the others' totals are what they last were.
     """
 
     def __init__(self, url: str, password: str | None, timeout: float, metrics: Metrics) -> None:
         self._metrics = metrics
         self._timeout = timeout
         self._down_until = 0.0
-        self._last_read = MemoryLedger()
-        self._owed = MemoryLedger()
+        self._name = secrets.token_hex(6)
+        self._own = MemoryLedger()
+        self._others = MemoryLedger()
         pool = redis.BlockingConnectionPool.from_url(
             url,
             max_connections=_CONNECTIONS,
@@ -48,27 +53,26 @@ class RedisLedger:
         self._redis = redis.Redis.from_pool(pool)
 
     async def spent(self, tenant: str) -> Spent:
-        try:
-            money, tokens = await self._call(
-                self._redis.hmget(_key(tenant), "money", "large_tokens")
-            )
-        except _Down:
-            return plus(await self._last_read.spent(tenant), await self._owed.spent(tenant))
-        spent = Spent(money=float(money or 0), large_tokens=int(tokens or 0))
-        await self._last_read.set(tenant, spent)
-        return plus(spent, await self._owed.spent(tenant))
+        with contextlib.suppress(_Down):
+            totals = await self._call(self._redis.hgetall(_key(tenant)))
+            others = Spent()
+            for name, total in totals.items():
+                if name.decode() != self._name:
+                    others = plus(others, _parse(total))
+            await self._others.set(tenant, others)
+        return plus(await self._others.spent(tenant), await self._own.spent(tenant))
 
     async def add(self, tenant: str, spent: Spent) -> None:
-        total = plus(spent, await self._owed.take(tenant))
+        await self._own.add(tenant, spent)
+        total = await self._own.spent(tenant)
         key = _key(tenant)
         pipe = self._redis.pipeline(transaction=True)
-        pipe.hincrbyfloat(key, "money", total.money)
-        pipe.hincrby(key, "large_tokens", total.large_tokens)
+        # Of two turns that end at once the earlier total may be written last; the next turn
+        # puts that right.
+        pipe.hset(key, self._name, total.model_dump_json())
         pipe.expire(key, _KEEP_SECONDS)
-        try:
+        with contextlib.suppress(_Down):
             await self._call(pipe.execute())
-        except _Down:
-            await self._owed.add(tenant, total)
 
     async def close(self) -> None:
         await self._redis.aclose()
@@ -89,6 +93,14 @@ class RedisLedger:
 
 class _Down(Exception):
     pass
+
+
+def _parse(total: bytes) -> Spent:
+    try:
+        return Spent.model_validate_json(total)
+    except ValidationError:
+        logger.warning("ledger_unreadable")
+        return Spent()
 
 
 def _key(tenant: str) -> str:

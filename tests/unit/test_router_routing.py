@@ -198,6 +198,9 @@ async def test_spending_in_redis_is_seen_by_all_gateways(server, clock):
     assert await ledgers[1].spent("a") == Spent(money=0.75, large_tokens=3)
     clock[0] = "20260102"
     assert await ledgers[1].spent("a") == Spent()
+    # Each adds to its own.
+    await asyncio.gather(*[ledger.add("a", Spent(money=1, large_tokens=1)) for ledger in ledgers])
+    assert await ledgers[0].spent("a") == Spent(money=2, large_tokens=2)
     keys = server.client().keys("baton:*:spend:*")
     assert keys and all(0 < server.client().ttl(key) <= 2 * 24 * 3600 for key in keys)
     for ledger in ledgers:
@@ -207,7 +210,7 @@ async def test_spending_in_redis_is_seen_by_all_gateways(server, clock):
 async def test_without_redis_spending_goes_on_and_is_added_later(server, monkeypatch):
     monkeypatch.setattr("router.budgets.redis._PAUSE_SECONDS", 0.0)
     metrics = Metrics()
-    ledger = RedisLedger(server.url, None, 0.3, metrics)
+    ledger = RedisLedger(server.url, None, 5.0, metrics)
     await ledger.add("c", Spent(money=1, large_tokens=10))
     assert await ledger.spent("c") == Spent(money=1, large_tokens=10)
     server.stop()
