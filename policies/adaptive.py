@@ -20,7 +20,7 @@ from policies.base import (
     other,
 )
 from policies.cascade import Cascade
-from policies.costs import Switching
+from policies.costs import Switching, Weighed
 from policies.features import features
 from policies.files import Model
 from policies.kv import KvChoice
@@ -83,8 +83,12 @@ class Adaptive(Policy):
                 task=task,
                 memory=session.memory,
             )
-        gain = self._gain(turn, task)
-        bar, scores = self._bar(turn, session, economics, task)
+        # Found once: the classifier's features have it too.
+        gain = self._gain(turn.model_copy(update={"task": task}), task)
+        weighed = None
+        if self.switching is not None:
+            weighed = self.switching.weigh(turn, session, economics, task, self.kv)
+        bar = self._bar(weighed)
         wish = self.stability.settle(gain, bar, session)
         tier, stage, reason = wish.tier, self._stage, wish.reason
         if reason in ("min_stay", "latched"):
@@ -98,16 +102,16 @@ class Adaptive(Policy):
             reason=reason,
             kv=self._kv(tier, task, session, economics),
             task=task,
-            cascade=self._cascade(bar, task, session, economics) if judged else None,
+            cascade=self._cascade(weighed, turn, task, session, economics) if judged else None,
             memory=wish.memory,
-            escalated_memory=self._escalated(session) if judged else None,
+            escalated_memory=self.stability.escalated(session) if judged else None,
             scores={
                 "gain": gain,
                 "bar": bar,
                 "stay": session.stay,
                 "drift": session.drift,
                 "wishes": wish.memory.wishes,
-                **scores,
+                **(weighed.scores() if weighed else {}),
             },
         )
 
@@ -122,13 +126,9 @@ class Adaptive(Policy):
             return self.classifier.gain(turn)
         return self.gain.get(task, 0.0)
 
-    def _bar(
-        self, turn: Turn, session: SessionView, economics: Economics, task: Task
-    ) -> tuple[float, dict[str, float]]:
-        if self.switching is None:
-            return self.threshold, {}
-        bar, scores = self.switching.bar(turn, session, economics, task, self.kv)
-        return bar if self.threshold is None else max(bar, self.threshold), scores
+    def _bar(self, weighed: Weighed | None) -> float:
+        bars = [self.threshold] if self.threshold is not None else []
+        return max([*bars, weighed.bar] if weighed is not None else bars)
 
     def _kv(self, tier: Tier, task: Task, session: SessionView, economics: Economics) -> Kv:
         return self.kv.choose(task, session, economics.tiers.get(tier) or TierEconomics())[0]
@@ -142,19 +142,18 @@ class Adaptive(Policy):
         return self.rules.barred("large", session, economics) is None
 
     def _cascade(
-        self, bar: float, task: Task, session: SessionView, economics: Economics
+        self,
+        weighed: Weighed | None,
+        turn: Turn,
+        task: Task,
+        session: SessionView,
+        economics: Economics,
     ) -> Cascade:
         threshold = self.cascade.threshold
-        if self.switching is not None:
-            threshold = max(threshold, bar)
-        return self.cascade.model_copy(
-            update={
-                "threshold": min(1.0, threshold),
-                "kv": self._kv("large", task, session, economics),
-            }
-        )
-
-    def _escalated(self, session: SessionView):
-        idle = session.idle_seconds >= self.stability.idle_seconds
-        before = session.memory if not idle else type(session.memory)()
-        return self.stability.remember(before, wants_large=True)
+        if weighed is not None:
+            answered = 1.0
+            if self.cascade.mode == "early":
+                answered = min(1.0, self.cascade.tokens / self.switching.answer_length(turn))
+            threshold = min(1.0, max(threshold, weighed.bar_after(answered)))
+        kv = self._kv("large", task, session, economics)
+        return self.cascade.model_copy(update={"threshold": threshold, "kv": kv})

@@ -38,6 +38,31 @@ class Cost(NamedTuple):
         return self.decode + self.prefill + self.penalty
 
 
+class Weighed(NamedTuple):
+    """One turn on each tier, and the money that a gain of one is worth."""
+
+    small: Cost
+    large: Cost
+    value: float
+
+    @property
+    def bar(self) -> float:
+        """The gain at which both tiers are worth the same."""
+        return (self.large.total - self.small.total) / self.value
+
+    def bar_after(self, answered: float) -> float:
+        """The same once the small tier has given so much of its answer: that is paid for."""
+        return (self.large.total - (1 - answered) * self.small.decode) / self.value
+
+    def scores(self) -> dict[str, float]:
+        return {
+            "extra_decode": self.large.decode - self.small.decode,
+            "extra_prefill": self.large.prefill - self.small.prefill,
+            "extra_penalty": self.large.penalty - self.small.penalty,
+            "value": self.value,
+        }
+
+
 class Switching(Frozen):
     """Escalate only if gain * value > extra decode + (1 - mapped share) * prefill + penalty.
 
@@ -52,24 +77,18 @@ class Switching(Frozen):
     small: TierCosts
     large: TierCosts
 
-    def bar(
+    def weigh(
         self, turn: Turn, session: SessionView, economics: Economics, task: Task, kv: KvChoice
-    ) -> tuple[float, dict[str, float]]:
-        """The gain (-1 to 1) at which both tiers are worth the same, and how it comes about.
+    ) -> Weighed:
+        """Both tiers' costs; one comparison serves both directions.
 
-        The same comparison serves both directions: the tier that has the session pays no
-        prefill of the conversation, the other one pays what a map does not take over.
+        The tier that has the session pays no prefill of the conversation, the other one pays
+        what a map does not take over.
         """
-        cost = {
-            tier: self.cost(tier, turn, session, economics, task, kv) for tier in ("small", "large")
-        }
-        small, large = cost["small"], cost["large"]
-        return (large.total - small.total) / self.value, {
-            "extra_decode": large.decode - small.decode,
-            "extra_prefill": large.prefill - small.prefill,
-            "extra_penalty": large.penalty - small.penalty,
-            "value": self.value,
-        }
+        small, large = (
+            self.cost(tier, turn, session, economics, task, kv) for tier in ("small", "large")
+        )
+        return Weighed(small, large, self.value)
 
     def cost(
         self,
@@ -99,7 +118,7 @@ class Switching(Frozen):
         rest = uncached - taken
         prefill = rest * prompt_price + max(0.0, prompt - rest) * cached_price
         seconds = (1 - share) * prefill_seconds + map_seconds
-        answer = min(self.answer_tokens, turn.max_tokens or self.answer_tokens)
+        answer = self.answer_length(turn)
         token_seconds = _first(live.decode_token_seconds, 1 / costs.decode_tokens_per_second)
         token_price = _first(live.completion_price, costs.completion_price) / 1e6
         return Cost(
@@ -107,6 +126,9 @@ class Switching(Frozen):
             prefill=prefill / 1e6 + seconds * self.second_price,
             penalty=self.value * share * choice.loss(task, session, live),
         )
+
+    def answer_length(self, turn: Turn) -> int:
+        return min(self.answer_tokens, turn.max_tokens or self.answer_tokens)
 
 
 def prompt_tokens(turn: Turn) -> int:

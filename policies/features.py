@@ -12,7 +12,7 @@ from policies.tasks import task_class
 
 BUCKETS = 4096
 # Of the beginning and of the end of the last message, and of the beginning of those before.
-_WINDOW = 1000
+_WINDOW = 700
 _EARLIER_WINDOW = 300
 _WORD = re.compile(r"[a-z]+|\d+|[^\sa-z\d]")
 

@@ -32,10 +32,9 @@ class Stability(Frozen):
     def settle(self, gain: float, bar: float, session: SessionView) -> Wish:
         """From the expected gain of the large tier, and the bar at which it pays."""
         idle = session.idle_seconds >= self.idle_seconds
-        memory = Memory() if idle else session.memory
         margin = {None: 0.0, "small": self.hysteresis, "large": -self.hysteresis}[session.tier]
         wants_large = gain > bar + margin
-        memory = self.remember(memory, wants_large)
+        memory = self._remember(session, wants_large)
         want: Tier = "large" if wants_large or memory.latched else "small"
         free = self._free(session, idle)
         if session.tier is not None and want != session.tier and not free:
@@ -44,10 +43,16 @@ class Stability(Frozen):
             return Wish("large", "latched", memory, free)
         return Wish(want, "gain_above_bar" if wants_large else "gain_below_bar", memory, free)
 
-    def remember(self, memory: Memory, wants_large: bool) -> Memory:
-        wishes = memory.wishes + 1 if wants_large else 0
+    def escalated(self, session: SessionView) -> Memory:
+        """What to remember of a turn that a cascade sends to the large tier."""
+        return self._remember(session, wants_large=True)
+
+    def _remember(self, session: SessionView, wants_large: bool) -> Memory:
+        idle = session.idle_seconds >= self.idle_seconds
+        before = Memory() if idle else session.memory
+        wishes = before.wishes + 1 if wants_large else 0
         confirmed = self.latch_after is not None and wishes >= self.latch_after
-        return Memory(wishes=wishes, latched=memory.latched or confirmed)
+        return Memory(wishes=wishes, latched=before.latched or confirmed)
 
     def _free(self, session: SessionView, idle: bool) -> bool:
         switched = session.switches_up + session.switches_down > 0

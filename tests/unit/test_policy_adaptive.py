@@ -216,8 +216,13 @@ def test_a_learned_cascade_takes_its_bar_from_the_economics():
         switching=SWITCHING,
         cascade={"score": {"bias": 0, "weights": {"mean_logprob": -1.0}}},
     )
-    pending = decide(policy, EASY)
-    assert pending.cascade.threshold == pytest.approx(pending.scores["bar"])
+    pending = decide(policy, EASY, max_tokens=32)
+    # Half of small's 32 tokens are paid for by the time of the judgement, and its prefill.
+    small, large = 32 * (0.2e-6 + 1e-3 / 15), 32 * (2e-6 + 1e-3 / 12)
+    prefill = 5 * 1e-6 + 5 / 400 * 1e-3
+    expected = (large + prefill - small / 2) / 0.02
+    assert pending.cascade.threshold == pytest.approx(expected, rel=1e-3)
+    assert pending.cascade.threshold > pending.scores["bar"]
     unsure, sure = (
         pending.cascade.judge(Signals(tokens=9, mean_logprob=value)) for value in (-3.0, -0.1)
     )
