@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-import logging.handlers
 import os
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import orjson
 
@@ -40,27 +38,39 @@ class DecisionLog:
             self._file.close()
 
 
-class _File(logging.handlers.WatchedFileHandler):
+class _File:
     def __init__(self, path: Path, metrics: Metrics) -> None:
+        self._path = path
         self._metrics = metrics
-        super().__init__(path, delay=True, encoding="utf-8")
+        self._fd: int | None = None
 
     def write(self, line: dict[str, Any]) -> None:
-        text = orjson.dumps(line, option=orjson.OPT_NON_STR_KEYS).decode()
-        self.handle(logging.LogRecord("decisions", logging.INFO, "", 0, text, None, None))
-
-    def emit(self, record: logging.LogRecord) -> None:
+        data = orjson.dumps(line) + b"\n"
         try:
-            super().emit(record)
+            if self._moved():
+                self.close()
+            if self._fd is None:
+                # Private: with log_text it holds what users wrote.
+                flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+                self._fd = os.open(self._path, flags, 0o600)
+            # In one piece, so that several gateways can share the file.
+            written = os.write(self._fd, data)
         except OSError:
-            self.handleError(record)
+            written = 0
+        if written < len(data):
+            self._metrics.decisions_unwritten.inc()
 
-    def handleError(self, record: logging.LogRecord) -> None:
-        self._metrics.decisions_unwritten.inc()
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
 
-    def _open(self) -> TextIO:
-        # Private: with log_text it holds what users wrote.
-        return open(
-            self.baseFilename, "a", encoding="utf-8",
-            opener=lambda name, flags: os.open(name, flags, 0o600),
-        )  # fmt: skip
+    def _moved(self) -> bool:
+        if self._fd is None:
+            return False
+        try:
+            there = os.stat(self._path)
+        except FileNotFoundError:
+            return True
+        mine = os.fstat(self._fd)
+        return (there.st_dev, there.st_ino) != (mine.st_dev, mine.st_ino)
