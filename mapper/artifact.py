@@ -16,11 +16,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from mapper.errors import BadArtifact, UnsupportedModel
-from mapper.methods.base import AffineMap, CacheMap, IdentityMap, KVMap, LayerMap
+from mapper.methods.base import CacheMap, IdentityMap, KVMap
+from mapper.methods.plans import LayerPlan, layer_map
 from mapper.rotary import Rotary
 from mapper.spec import ModelSpec
 
-VERSION = 1
+VERSION = 2
 MANIFEST = "manifest.json"
 MAPS, SINK = "maps.safetensors", "sink.safetensors"
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -34,16 +35,6 @@ PAIR_FIELDS = (
     "kv_dtype",
     "page_size",
 )
-
-
-class LayerPlan(BaseModel):
-    """How one target layer's keys or values are made."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    head_local: bool
-    layers: list[int]
-    ridge: float | None = None
 
 
 class CalibrationRecord(BaseModel):
@@ -228,11 +219,7 @@ def describe(path: Path) -> dict[str, Any]:
     manifest = Artifact.load(path).manifest
     summary = manifest.model_dump(mode="json", exclude={"k", "v"})
     summary["layers"] = {
-        kind: [
-            f"{'head-local' if plan.head_local else 'all-head'} {','.join(map(str, plan.layers))}"
-            for plan in getattr(manifest, kind)
-        ]
-        for kind in ("k", "v")
+        kind: [str(plan) for plan in getattr(manifest, kind)] for kind in ("k", "v")
     }
     return summary
 
@@ -252,7 +239,7 @@ def _tensors(maps: CacheMap) -> dict[str, torch.Tensor]:
 def _maps(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> CacheMap:
     maps = {
         kind: [
-            _layer_map(manifest, plan, tensors, f"{kind}.{layer}")
+            layer_map(manifest.source, plan, tensors, f"{kind}.{layer}")
             for layer, plan in enumerate(getattr(manifest, kind))
         ]
         for kind in ("k", "v")
@@ -260,20 +247,6 @@ def _maps(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> CacheMap:
     if any(len(layers) != manifest.target.layers for layers in maps.values()):
         raise BadArtifact(f"the maps do not cover the target's {manifest.target.layers} layers")
     return CacheMap(maps["k"], maps["v"], tensors.get("key_norms"))
-
-
-def _layer_map(
-    manifest: Manifest, plan: LayerPlan, tensors: dict[str, torch.Tensor], prefix: str
-) -> LayerMap:
-    heads, width = manifest.source.kv_heads, manifest.source.head_dim
-    if not plan.layers or not set(plan.layers) <= set(range(manifest.source.layers)):
-        raise BadArtifact(f"{prefix} reads source layers {plan.layers} of {manifest.source.layers}")
-    weight, bias = tensors[f"{prefix}.weight"], tensors[f"{prefix}.bias"]
-    inputs = len(plan.layers) * width
-    local, full = (heads, inputs, width), (1, heads * inputs, heads * width)
-    if weight.shape != (local if plan.head_local else full) or bias.shape != (heads, width):
-        raise BadArtifact(f"{prefix} has the shapes {tuple(weight.shape)}, {tuple(bias.shape)}")
-    return AffineMap(tuple(plan.layers), weight, bias)
 
 
 def _sha256(path: Path) -> str:

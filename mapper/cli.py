@@ -165,6 +165,10 @@ def calibrate(
     k: Annotated[
         int, typer.Option(help="Source layers, or blocks, an output reads (not for auto).")
     ] = 6,
+    budget: Annotated[
+        int | None,
+        typer.Option(help="Parameters that auto may spend; else an eighth of a prefill."),
+    ] = None,
     refit: Annotated[
         str | None,
         typer.Option(help="repair or attention: a second pass that weighs rows by attention."),
@@ -213,7 +217,7 @@ def calibrate(
     with _reported():
         folder = run(
             source, target, text, out,
-            reverse=reverse, method=method, k=k, ridge=ridge, refit=refit,
+            reverse=reverse, method=method, k=k, ridge=ridge, budget=budget, refit=refit,
             distill_seconds=distill_seconds, tokens=tokens, native_tail=native_tail,
             merge=merge or (), from_store=from_store, tenants=tenant or (None,),
             page_size=page_size, kv_dtype=kv_dtype,
@@ -232,7 +236,7 @@ def evaluate(
             "--variant",
             "--artifact",
             help="Artifact folder to measure; repeat it to compare several. Controls are made "
-            "from the first one, and it gets the native tail that its curve asks for.",
+            "from the first one.",
         ),
     ],
     dialogues: Annotated[

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from mapper.errors import CalibrationError
 
 KINDS = ("k", "v")
-_FORMAT = "baton-moments-1"
+_FORMAT = "baton-moments-2"
 
 
 @dataclass(frozen=True)
@@ -35,41 +35,67 @@ class PairShape:
     def layer_width(self) -> int:
         return self.kv_heads * self.head_dim
 
+    def bytes(self, *, head_local: bool = False, both: bool = False) -> int:
+        """fp64 bytes of one `Moments`, whatever the number of documents.
+
+        Sums for head-local maps alone are `kv_heads` times smaller; sums for both directions
+        hold the target's outer products as well.
+        """
+        groups = self.kv_heads if head_local else 1
+        x, y = (n * self.layer_width // groups for n in (self.source_layers, self.target_layers))
+        return 2 * 8 * groups * (x * x + x * y + (y * y if both else 0) + x + 2 * y)
+
     @property
-    def bytes(self) -> int:
-        """fp64 bytes of one `Moments`, whatever the number of documents."""
-        x = self.source_layers * self.layer_width
-        y = self.target_layers * self.layer_width
-        return 2 * 8 * (x * x + x * y + x + 2 * y)
+    def reverse(self) -> PairShape:
+        return PairShape(self.target_layers, self.source_layers, self.kv_heads, self.head_dim)
 
 
 @dataclass
 class Sums:
-    """Sums over rows x [source_layers * kv_heads * head_dim], y [target_layers * ...]."""
+    """Sums over rows x [groups, source columns], y [groups, target columns].
+
+    One group of all heads, its columns in the order (layer, head, dimension), or one group a
+    head, (layer, dimension). `outer`, the sum of y y', is there only for the other direction.
+    """
 
     xx: torch.Tensor
     xy: torch.Tensor
     x: torch.Tensor
     y: torch.Tensor
     yy: torch.Tensor
+    outer: torch.Tensor | None = None
 
     @classmethod
-    def zeros(cls, shape: PairShape) -> Sums:
-        x, y = shape.source_layers * shape.layer_width, shape.target_layers * shape.layer_width
-        sizes = ((x, x), (x, y), (x,), (y,), (y,))
+    def zeros(cls, shape: PairShape, *, head_local: bool, both: bool) -> Sums:
+        g = shape.kv_heads if head_local else 1
+        x, y = (n * shape.layer_width // g for n in (shape.source_layers, shape.target_layers))
+        sizes = [(g, x, x), (g, x, y), (g, x), (g, y), (g, y)] + ([(g, y, y)] if both else [])
         return cls(*(torch.zeros(size, dtype=torch.float64) for size in sizes))
+
+    @property
+    def parts(self) -> dict[str, torch.Tensor]:
+        named = {part.name: getattr(self, part.name) for part in fields(self)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
         x, y = x.double(), y.double()
-        self.xx.addmm_(x.T, x)
-        self.xy.addmm_(x.T, y)
-        self.x += x.sum(0)
-        self.y += y.sum(0)
-        self.yy += y.square().sum(0)
+        self.xx.baddbmm_(x.mT, x)
+        self.xy.baddbmm_(x.mT, y)
+        self.x += x.sum(1)
+        self.y += y.sum(1)
+        self.yy += y.square().sum(1)
+        if self.outer is not None:
+            self.outer.baddbmm_(y.mT, y)
+
+    def reverse(self) -> Sums:
+        if self.outer is None:
+            raise CalibrationError("these moments are of one direction; calibrate the other one")
+        squares = self.xx.diagonal(dim1=1, dim2=2)
+        return Sums(self.outer, self.xy.mT, self.y, self.x, squares, self.xx)
 
     def merge(self, other: Sums) -> None:
-        for part in fields(self):
-            getattr(self, part.name).add_(getattr(other, part.name))
+        for name, tensor in self.parts.items():
+            tensor.add_(other.parts[name])
 
 
 @dataclass
@@ -84,10 +110,30 @@ class Moments:
     rows: int = 0
     documents: dict[str, int] = field(default_factory=dict)
     sums: dict[str, Sums] = field(default_factory=dict)
+    head_local: bool = False
 
     @classmethod
-    def empty(cls, shape: PairShape, pair: str) -> Moments:
-        return cls(shape, pair, sums={kind: Sums.zeros(shape) for kind in KINDS})
+    def empty(
+        cls, shape: PairShape, pair: str, *, head_local: bool = False, both: bool = False
+    ) -> Moments:
+        """`head_local`: of what head-local maps need alone. `both`: for both directions."""
+        sums = {kind: Sums.zeros(shape, head_local=head_local, both=both) for kind in KINDS}
+        return cls(shape, pair, sums=sums, head_local=head_local)
+
+    @property
+    def both(self) -> bool:
+        return self.sums["k"].outer is not None
+
+    def reverse(self, pair: str) -> Moments:
+        """The other direction's, from the same pass; shares memory with these.
+
+        Raises:
+            CalibrationError: they were accumulated for one direction only.
+        """
+        sums = {kind: one.reverse() for kind, one in self.sums.items()}
+        return Moments(
+            self.shape.reverse, pair, self.rows, dict(self.documents), sums, self.head_local
+        )
 
     def add(
         self,
@@ -107,7 +153,7 @@ class Moments:
             if not (source[kind].isfinite().all() and target[kind].isfinite().all()):
                 raise CalibrationError(f"document {document} has non-finite {kind}; take it out")
         for kind in KINDS:
-            self.sums[kind].add(_rows(source[kind]), _rows(target[kind]))
+            self.sums[kind].add(self._rows(source[kind]), self._rows(target[kind]))
         self.rows += source["k"].shape[1]
         self.documents[document] = tokens
 
@@ -117,8 +163,9 @@ class Moments:
         Raises:
             CalibrationError: another pair, or a document that both have seen.
         """
-        if (self.pair, self.shape) != (other.pair, other.shape):
-            raise CalibrationError(f"moments of {other.pair} cannot join those of {self.pair}")
+        mine, theirs = ((one.pair, one.shape, one.head_local, one.both) for one in (self, other))
+        if mine != theirs:
+            raise CalibrationError(f"moments of {theirs} cannot join those of {mine}")
         twice = self.documents.keys() & other.documents.keys()
         if twice:
             raise CalibrationError(
@@ -132,9 +179,9 @@ class Moments:
     def save(self, path: Path) -> None:
         """Writes a checkpoint that a crash cannot leave half done."""
         tensors = {
-            f"{kind}.{part.name}": getattr(self.sums[kind], part.name)
+            f"{kind}.{name}": tensor.contiguous()
             for kind in KINDS
-            for part in fields(Sums)
+            for name, tensor in self.sums[kind].parts.items()
         }
         header = {
             "format": _FORMAT,
@@ -142,6 +189,7 @@ class Moments:
             "shape": json.dumps(vars(self.shape)),
             "rows": str(self.rows),
             "documents": json.dumps(self.documents),
+            "head_local": json.dumps(self.head_local),
         }
         part = path.with_name(path.name + ".part")
         save_file(tensors, part, metadata=header)
@@ -161,8 +209,15 @@ class Moments:
                 if header.get("format") != _FORMAT:
                     raise CalibrationError(f"{path} holds no moments of the format {_FORMAT}")
                 shape = PairShape(**json.loads(header["shape"]))
+                names = set(file.keys())
                 sums = {
-                    kind: Sums(*(file.get_tensor(f"{kind}.{part.name}") for part in fields(Sums)))
+                    kind: Sums(
+                        **{
+                            part.name: file.get_tensor(f"{kind}.{part.name}")
+                            for part in fields(Sums)
+                            if f"{kind}.{part.name}" in names
+                        }
+                    )
                     for kind in KINDS
                 }
         except CalibrationError:
@@ -170,10 +225,16 @@ class Moments:
         except Exception as error:  # safetensors raises its own and OS errors alike
             raise CalibrationError(f"{path} cannot be read as moments: {error}") from error
         return cls(
-            shape, header["pair"], int(header["rows"]), json.loads(header["documents"]), sums
+            shape,
+            header["pair"],
+            int(header["rows"]),
+            json.loads(header["documents"]),
+            sums,
+            json.loads(header["head_local"]),
         )
 
-
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """[layers, rows, heads, head_dim] -> [rows, layers * heads * head_dim]."""
-    return tensor.transpose(0, 1).flatten(1)
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[layers, rows, heads, head_dim] -> [groups, rows, columns]."""
+        if self.head_local:
+            return tensor.permute(2, 1, 0, 3).flatten(2)
+        return tensor.transpose(0, 1).flatten(1)[None]

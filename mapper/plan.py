@@ -10,6 +10,7 @@ from mapper.moments import PairShape
 from mapper.presets import Preset
 
 _FP32 = 4
+METHODS = ("all-head", "head-local", "blocks")
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class MethodPlan:
 
 
 def run(pair: str) -> dict[str, Any]:
-    """The plan of a preset pair: the paper's all-head map, and the head-local one beside it.
+    """The plan of a preset pair: the paper's all-head map, and the smaller ones beside it.
 
     Raises:
         UnsupportedModel: no such preset.
@@ -41,26 +42,24 @@ def run(pair: str) -> dict[str, Any]:
         "target": target.name,
         "kv_bytes_per_token_bf16": kv_bytes,
         "published": preset.published,
-        "methods": [
-            asdict(plan_method(preset, head_local=head_local)) for head_local in (False, True)
-        ],
+        "methods": [asdict(plan_method(preset, method)) for method in METHODS],
     }
 
 
-def plan_method(preset: Preset, *, head_local: bool) -> MethodPlan:
-    """Sizes by counting: an all-head output reads k * kv_heads * head_dim inputs, a head-local
-    one k * head_dim."""
+def plan_method(preset: Preset, method: str) -> MethodPlan:
+    """Sizes by counting: an all-head output reads k * kv_heads * head_dim inputs, the others
+    k * head_dim. Only head-local maps do without the sums between different heads."""
     source, target = preset.source, preset.target
     width = target.kv_heads * target.head_dim
-    inputs = preset.k * (target.head_dim if head_local else width)
+    inputs = preset.k * (width if method == "all-head" else target.head_dim)
     parameters = 2 * target.layers * (inputs + 1) * width
     shape = PairShape(source.layers, target.layers, target.kv_heads, target.head_dim)
     return MethodPlan(
-        method="head-local" if head_local else "all-head",
+        method=method,
         k=preset.k,
         parameters=parameters,
         bytes=_FP32 * parameters,
-        moments_bytes=shape.bytes,
+        moments_bytes=shape.bytes(head_local=method == "head-local"),
         rows=2 * inputs,
         share_of_prefill=2 * parameters / target.prefill_flops,
     )

@@ -35,14 +35,22 @@ class Prefill:
 class CapturedModel:
     """A Hugging Face model folder, loaded for inference, with its spec and rotation."""
 
-    def __init__(self, folder: Path, *, spec: ModelSpec | None = None, page_size: int = 32) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        spec: ModelSpec | None = None,
+        page_size: int = 32,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.folder = Path(folder)
         config = text_config(folder)
         self.spec = spec or read_spec(
             folder, name=Path(folder).name, kv_dtype="float32", page_size=page_size
         )
         self.rotary = Rotary(config)
         self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, local_files_only=True, attn_implementation=_RECORDING
+            folder, dtype=dtype, local_files_only=True, attn_implementation=_RECORDING
         ).eval()
         self.model.requires_grad_(False)
 
@@ -67,6 +75,31 @@ class CapturedModel:
                     "or take the document out"
                 )
         return Prefill(k, v, queries, query_positions)
+
+    @torch.enable_grad()
+    def sensitivity(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """How much the next tokens depend on each layer's attention output after W_O: the squared
+        gradient of sampled tokens' log-likelihood, [layers, positions]."""
+        outputs: list[torch.Tensor] = []
+
+        def keep(module, inputs, output):
+            # Weights are frozen: the first layer's output begins the graph.
+            output = output if output.requires_grad else output.requires_grad_()
+            output.retain_grad()
+            outputs.append(output)
+            return output
+
+        layers = self.model.base_model.layers
+        hooks = [layer.self_attn.o_proj.register_forward_hook(keep) for layer in layers]
+        try:
+            logits = self.model(input_ids=ids[None], use_cache=False).logits[0].float()
+        finally:
+            for hook in hooks:
+                hook.remove()
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        logits.log_softmax(-1).gather(1, drawn).sum().backward()
+        return torch.stack([output.grad[0, positions].square().sum(-1) for output in outputs])
 
     def output_projection(self, layer: int) -> torch.Tensor:
         """W_O of one layer, [hidden_size, attention_heads * head_dim]."""

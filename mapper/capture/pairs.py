@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,9 @@ from mapper.capture.model import CapturedModel, Prefill
 from mapper.capture.texts import Document
 from mapper.moments import KINDS
 from mapper.rotary import Rotary
+
+# Positions of a document whose queries are kept.
+Sampler = Callable[[Document], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -58,11 +62,15 @@ class StoredPair:
 
 
 def capture(
-    source: CapturedModel, target: CapturedModel, documents: Iterable[Document], queries: int = 0
+    source: CapturedModel,
+    target: CapturedModel,
+    documents: Iterable[Document],
+    sample: Sampler | None = None,
 ) -> Iterator[Pair]:
-    """Prefills each document on both models; samples `queries` of the target's queries."""
+    """Prefills each document on both models; keeps the target's queries at the positions that
+    `sample` names."""
     for document in documents:
-        sampled = query_positions(document, queries) if queries else None
+        sampled = None if sample is None else sample(document)
         yield pair(
             document.digest,
             source.prefill(document.ids),
@@ -89,7 +97,22 @@ def pair(
     )
 
 
-def query_positions(document: Document, count: int) -> torch.Tensor:
-    """`count` positions at evenly spread places of the document, past its first tokens."""
-    last = len(document.ids) - 1
-    return torch.linspace(min(8, last), last, count).round().long().unique()
+def evenly(count: int) -> Sampler:
+    """`count` positions spread over a document, past its first tokens."""
+
+    def positions(document: Document) -> torch.Tensor:
+        last = len(document.ids) - 1
+        return torch.linspace(min(8, last), last, count).round().long().unique()
+
+    return positions
+
+
+def log_spaced(count: int) -> Sampler:
+    """`count` positions whose distances grow with the prefix before them."""
+
+    def positions(document: Document) -> torch.Tensor:
+        last = len(document.ids) - 1
+        places = torch.logspace(3, math.log2(max(last, 8)), count, base=2)
+        return places.long().clamp(1, last).unique()
+
+    return positions

@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,12 +26,15 @@ class Document:
     """One window of tokens that starts at position 0.
 
     `digest` names its tokens. `origin` names the text it was cut from: windows of one text
-    are never split between fitting and held-out.
+    are never split between fitting and held-out. `kind` is "chat" or "prose"; of a chat,
+    `answers` are the positions where the assistant's answers begin.
     """
 
     digest: str
     origin: str
     ids: torch.Tensor
+    kind: str = "prose"
+    answers: tuple[int, ...] = ()
 
     def held_out(self, share: float) -> bool:
         return int(self.origin[:8], 16) < share * 2**32
@@ -47,9 +50,11 @@ def read_documents(
 ) -> tuple[list[Document], Counter[str]]:
     """All windows of at most `length` tokens, in a random order that mixes the files.
 
-    A line of a .jsonl file is {"messages": [...]} and is rendered with the chat template; one
-    whose "split" is not `split` is left out. A text of any other file is put into a user's
-    message, as an app would send it. Also returns how many documents were skipped, by reason.
+    A line of a .jsonl file is {"messages": [...]} or {"text": ...}; one whose "split" is not
+    `split` is left out. Neighbouring dialogues are chained, as in a session that changes its
+    subject, until a window is full: caches are mapped where they are long. Texts, and those of
+    any other file, are put into a user's message, as an app would send them. Also returns how
+    many documents were skipped, by reason.
 
     Raises:
         CalibrationError: a file is missing or malformed, or nothing usable is left.
@@ -57,21 +62,40 @@ def read_documents(
     documents, skipped = [], Counter()
     seen = set()
     for path in paths:
-        for origin, ids in _windows(Path(path), tokenizer, length, split, skipped):
-            digest = hashlib.sha256(str(ids).encode()).hexdigest()[:16]
-            if len(ids) < _SHORTEST_TOKENS:
+        for window in _windows(Path(path), tokenizer, length, split, skipped):
+            digest = hashlib.sha256(str(window.ids).encode()).hexdigest()[:16]
+            if len(window.ids) < _SHORTEST_TOKENS:
                 skipped["shorter than 32 tokens"] += 1
             elif digest in seen:
                 skipped["duplicate"] += 1
             else:
                 seen.add(digest)
-                documents.append(Document(digest, origin, torch.tensor(ids)))
+                documents.append(
+                    Document(
+                        digest,
+                        window.origin,
+                        torch.tensor(window.ids),
+                        window.kind,
+                        window.answers,
+                    )
+                )
     if not documents:
         raise CalibrationError(
             f"no usable document in {', '.join(map(str, paths))}: {dict(skipped)}"
         )
     random.Random(seed).shuffle(documents)
     return documents, skipped
+
+
+def first_documents(documents: list[Document], tokens: int) -> list[Document]:
+    """Documents from the start of the list until they hold `tokens` tokens."""
+    chosen, total = [], 0
+    for document in documents:
+        if total >= tokens:
+            break
+        chosen.append(document)
+        total += len(document.ids)
+    return chosen
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]) -> list[int]:
@@ -93,44 +117,96 @@ def render(
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+@dataclass(frozen=True)
+class _Window:
+    origin: str
+    ids: list[int]
+    kind: str = "prose"
+    answers: tuple[int, ...] = ()
+
+
 def _windows(
     path: Path,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
     split: str,
     skipped: Counter[str],
-) -> Iterator[tuple[str, list[int]]]:
+) -> Iterator[_Window]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CalibrationError(f"{path}: {error}") from error
-    if path.suffix == ".jsonl":
-        for number, line in enumerate(text.splitlines(), start=1):
-            if not line.strip():
-                continue
-            item = _dialogue(path, number, line)
-            if item.get("split", split) != split:
-                skipped["of another split"] += 1
-                continue
-            ids = render(tokenizer, item["messages"])
-            skipped["cut at the window's end"] += len(ids) > length
-            yield _origin(line), ids[:length]
+    if path.suffix != ".jsonl":
+        texts = (part for part in _BREAK.split(text) if part.strip())
+        yield from _joined_prose(texts, tokenizer, length)
         return
-    for part in _BREAK.split(text):
-        if part.strip():
-            for ids in _prose(part.strip(), tokenizer, length):
-                yield _origin(part), ids
+    dialogues, texts = [], []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        item = _item(path, number, line)
+        if item.get("split", split) != split:
+            skipped["of another split"] += 1
+        elif "messages" in item:
+            dialogues.append(item["messages"])
+        else:
+            texts.append(item["text"])
+    yield from _chained(dialogues, tokenizer, length, skipped)
+    yield from _joined_prose(texts, tokenizer, length)
 
 
-def _dialogue(path: Path, number: int, line: str) -> dict:
+def _item(path: Path, number: int, line: str) -> dict:
     try:
         item = json.loads(line)
-        if all(isinstance(message["content"], str) for message in item["messages"]):
+        parts = [item["text"]] if "text" in item else [m["content"] for m in item["messages"]]
+        if all(isinstance(part, str) for part in parts):
             return item
         reason = "a message's content is no text"
     except (ValueError, TypeError, KeyError) as error:
         reason = repr(error)
-    raise CalibrationError(f"{path}:{number}: no dialogue {{'messages': [...]}}: {reason}")
+    raise CalibrationError(
+        f"{path}:{number}: neither {{'messages': [...]}} nor {{'text': ...}}: {reason}"
+    )
+
+
+def _chained(
+    dialogues: list[list[dict]],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    skipped: Counter[str],
+) -> Iterator[_Window]:
+    """A dialogue with a system message begins a window: templates allow it at the start only."""
+    chain: list[dict] = []
+    ids: list[int] = []
+    for messages in [*dialogues, None]:
+        full = len(ids) >= length
+        if chain and (messages is None or full or messages[0]["role"] == "system"):
+            skipped["cut at the window's end"] += len(ids) > length
+            answers = (
+                len(render(tokenizer, chain[:at], reply=True))
+                for at, message in enumerate(chain)
+                if message["role"] == "assistant"
+            )
+            inside = tuple(at for at in answers if at < length)
+            yield _Window(_origin(json.dumps(chain)), ids[:length], "chat", inside)
+            chain = []
+        if messages is not None:
+            chain = [*chain, *messages]
+            ids = render(tokenizer, chain)
+
+
+def _joined_prose(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[_Window]:
+    """Short texts are joined until a window is full, long ones cut."""
+    joined = ""
+    for text in [*texts, None]:
+        if joined and (text is None or len(tokenizer.encode(joined)) >= length):
+            for ids in _prose(joined.strip(), tokenizer, length):
+                yield _Window(_origin(joined), ids)
+            joined = ""
+        if text is not None:
+            joined += text.strip() + "\n\n"
 
 
 def _prose(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[int]]:

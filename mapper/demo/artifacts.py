@@ -12,6 +12,7 @@ from mapper.demo.models import cache_folder, cached_models, demo_models
 from mapper.errors import BadArtifact
 
 DIALOGUES = Path(__file__).with_name("dialogues.jsonl")
+PROSE = Path(__file__).with_name("prose.jsonl")
 DIRECTIONS = ("small-large", "large-small")
 KV_DTYPE = "float32"
 PAGE_SIZE = 16
@@ -27,9 +28,7 @@ def demo_artifacts() -> dict[str, Path]:
     """
     models = demo_models()
     folders = cached_artifacts()
-    for direction, folder in folders.items():
-        source, target = direction.split("-")
-        _calibrate(models[source], models[target], folder)
+    _calibrate(models, *folders.values())
     return folders
 
 
@@ -37,23 +36,26 @@ def cached_artifacts() -> dict[str, Path]:
     """Where the artifacts are, or will be once calibrated, by direction."""
     models = cached_models()
     inputs = repr((RECIPE, KV_DTYPE, PAGE_SIZE, models["small"].name, models["large"].name))
-    key = hashlib.sha256(inputs.encode() + DIALOGUES.read_bytes()).hexdigest()[:12]
+    texts = DIALOGUES.read_bytes() + PROSE.read_bytes()
+    key = hashlib.sha256(inputs.encode() + texts).hexdigest()[:12]
     root = cache_folder().parent / "artifacts"
     return {direction: root / f"{direction}-{key}" for direction in DIRECTIONS}
 
 
-def _calibrate(source: Path, target: Path, folder: Path) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
+def _calibrate(models: dict[str, Path], there: Path, back: Path) -> None:
+    """Both directions from one pass, unless both are there and whole."""
+    there.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(there.with_suffix(".lock")):
         try:
-            Artifact.load(folder)
+            for folder in (there, back):
+                Artifact.load(folder)
         except BadArtifact:
             # Torch and Transformers are slow to import: not before they are needed.
             from mapper import calibrate
 
             calibrate.run(
-                source, target, [DIALOGUES], folder,
-                kv_dtype=KV_DTYPE, page_size=PAGE_SIZE, **RECIPE,
+                models["small"], models["large"], [DIALOGUES, PROSE], there,
+                reverse=back, kv_dtype=KV_DTYPE, page_size=PAGE_SIZE, **RECIPE,
             )  # fmt: skip
-            # Half a gigabyte a direction that only a merge with other text would need.
-            calibrate.checkpoint_path(folder).unlink()
+            # More than a gigabyte that only a merge with other text would need.
+            calibrate.checkpoint_path(there).unlink()

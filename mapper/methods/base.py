@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,14 +15,18 @@ from mapper.rotary import Rotary
 CHUNK_TOKENS = 512
 
 
-class LayerMap(Protocol):
-    """One target layer's keys or values from the same kind in `layers` of the source."""
+# The source's un-rotated keys ("k") and values ("v"), each as `by_head` lays it out.
+Features = Mapping[str, torch.Tensor]
 
-    layers: tuple[int, ...]
+
+class LayerMap(Protocol):
+    """One target layer's keys or values from the source's. A dataclass: its tensors are what a
+    fit or a training sets, everything else says what is read."""
+
     parameters: int
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [kv_heads, rows, k * head_dim] -> [kv_heads, rows, head_dim], fp32."""
+    def __call__(self, features: Features, kind: str) -> torch.Tensor:
+        """The layer's `kind` ("k" or "v"), [kv_heads, rows, head_dim] in fp32."""
 
     def to(self, device: str, dtype: torch.dtype) -> LayerMap: ...
 
@@ -50,7 +54,22 @@ class AffineMap:
     def parameters(self) -> int:
         return self.weight.numel() + self.bias.numel()
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def inputs_per_output(self) -> int:
+        return self.weight.shape[1]
+
+    def blocks_read(self, head: int) -> list[tuple[int, int]]:
+        """(source layer, source head) of the inputs of one target head, in their order."""
+        heads = [head] if self.head_local else range(len(self.bias))
+        return [(layer, source) for source in heads for layer in self.layers]
+
+    def inputs(self, features: Features, kind: str) -> torch.Tensor:
+        """[kv_heads or 1, rows, inputs per output]."""
+        x = select(features[kind], self.layers)
+        return x if self.head_local else x.transpose(0, 1).flatten(1)[None]
+
+    def __call__(self, features: Features, kind: str) -> torch.Tensor:
+        x = select(features[kind], self.layers)
         if self.head_local:
             return torch.bmm(x, self.weight).float() + self.bias[:, None]
         heads, rows, columns = x.shape
@@ -129,8 +148,9 @@ class KVMap:
 
     def _chunk(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor):
         unrotated = self._source.undo(k.float(), positions)
-        keys = map_layers(self._k, unrotated.to(self._dtype))
-        values = map_layers(self._v, v.to(self._dtype))
+        features = {"k": by_head(unrotated.to(self._dtype)), "v": by_head(v.to(self._dtype))}
+        keys = map_layers(self._k, features, "k")
+        values = map_layers(self._v, features, "v")
         if self._norms is not None:
             keys = on_norm_sphere(keys, self._norms)
         return self._target.apply(keys, positions), values
@@ -145,17 +165,12 @@ class IdentityMap:
         return k.clone(), v.clone()
 
 
-def map_layers(maps: Sequence[LayerMap], features: torch.Tensor) -> torch.Tensor:
-    """[source_layers, rows, heads, head_dim] -> [target_layers, rows, heads, head_dim], fp32.
+def map_layers(maps: Sequence[LayerMap], features: Features, kind: str) -> torch.Tensor:
+    """Features of some rows -> [target_layers, rows, kv_heads, head_dim], fp32.
 
     One matrix product a target layer (all-head: one a head), over all rows.
     """
-    _, rows, heads, width = features.shape
-    features = by_head(features)
-    out = torch.empty((len(maps), rows, heads, width), device=features.device)
-    for layer, layer_map in enumerate(maps):
-        out[layer] = layer_map(select(features, layer_map.layers)).transpose(0, 1)
-    return out
+    return torch.stack([layer_map(features, kind).transpose(0, 1) for layer_map in maps])
 
 
 def by_head(features: torch.Tensor) -> torch.Tensor:

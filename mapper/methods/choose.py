@@ -1,4 +1,8 @@
-"""Per-layer choice of k and of all-head or head-local, within a budget of parameters."""
+"""`auto`: for each target layer's keys and values the form and size of map that pay most.
+
+What a candidate is worth is what it does to held-out attention outputs after W_O, in the
+currency of the target's next-token distribution (`select.Score.felt`).
+"""
 
 from __future__ import annotations
 
@@ -6,21 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mapper.errors import CalibrationError
-from mapper.methods.base import AffineMap, CacheMap
+from mapper.methods.base import CacheMap, LayerMap
+from mapper.methods.blocks import BlockSearch, fit_blocks
 from mapper.methods.ridge import fit_layer, rank_layers
 from mapper.methods.select import HeldOut
 from mapper.moments import KINDS, Moments
 
-# (head_local, k) tried for each target layer's keys and for its values.
-CANDIDATES = ((True, 3), (True, 8), (False, 3), (False, 6), (False, 10))
+# Source layers read by head-local and all-head candidates, and blocks a head of block maps.
+HEAD_LOCAL, ALL_HEAD, BLOCKS = (3, 8), (3, 6, 10), (2, 4, 6, 9, 14, 20)
+# With fewer rows a coefficient, the choice is one of noise.
+ROWS_PER_COLUMN = 2
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A fitted map and the error it causes in held-out attention outputs after W_O."""
+    """A fitted map and the harm it does in held-out attention outputs after W_O."""
 
-    layer_map: AffineMap
-    error: float
+    layer_map: LayerMap
+    harm: float
 
 
 def choose(
@@ -31,7 +38,7 @@ def choose(
     ridge: float,
     report: Callable[[], None] = lambda: None,
 ) -> CacheMap:
-    """Starts from the smallest maps and spends the budget where an upgrade lowers the error most
+    """Starts from the smallest maps and spends the budget where an upgrade lowers the harm most
     per parameter.
 
     Raises:
@@ -39,9 +46,13 @@ def choose(
     """
     ranks = {flag: rank_layers(moments, head_local=flag) for flag in (True, False)}
     options: dict[tuple[str, int], list[Candidate]] = {}
-    for layer in range(moments.shape.target_layers):
-        for kind in KINDS:
-            options[kind, layer] = _candidates(moments, held, kind, layer, ranks, ridge)
+    for kind in KINDS:
+        search = BlockSearch(moments, kind, ridge)
+        for layer in range(moments.shape.target_layers):
+            options[kind, layer] = [
+                Candidate(fitted, held.score(layer, **{f"{kind}_map": fitted}).felt)
+                for fitted in _candidates(moments, search, kind, layer, ranks, ridge)
+            ]
             report()
     chosen = {key: candidates[0] for key, candidates in options.items()}
     spent = sum(one.layer_map.parameters for one in chosen.values())
@@ -52,7 +63,7 @@ def choose(
             (gain / cost, key, better, cost)
             for key, now in chosen.items()
             for better in options[key]
-            if (gain := now.error - better.error) > 0
+            if (gain := now.harm - better.harm) > 0
             and (cost := better.layer_map.parameters - now.layer_map.parameters) > 0
             and spent + cost <= budget
         ]
@@ -64,22 +75,32 @@ def choose(
     return CacheMap(*([chosen[kind, layer].layer_map for layer in layers] for kind in KINDS))
 
 
-def _candidates(moments, held, kind: str, layer: int, ranks, ridge: float) -> list[Candidate]:
-    """The candidates that the text suffices for, smallest first."""
-    shape, found = moments.shape, []
-    for head_local, k in CANDIDATES:
-        k = min(k, shape.source_layers)
-        columns = k * (shape.head_dim if head_local else shape.layer_width)
-        # Below twice as many rows as columns, the choice of k is one of noise.
-        if moments.rows < 2 * columns:
-            continue
-        fitted = fit_layer(
-            moments, kind, ranks[head_local][layer][:k], layer, head_local=head_local, ridge=ridge
-        )
-        found.append(Candidate(fitted, held.score(layer, **{f"{kind}_map": fitted}).error))
+def _candidates(
+    moments: Moments, search: BlockSearch, kind: str, layer: int, ranks, ridge: float
+) -> list[LayerMap]:
+    """Those that the text suffices for, smallest first."""
+    shape = moments.shape
+    most = moments.rows // ROWS_PER_COLUMN
+
+    def fits(count: int, width: int, available: int) -> bool:
+        return count <= available and count * width <= most
+
+    found: list[LayerMap] = [
+        fit_layer(moments, kind, ranks[local][layer][:k], layer, head_local=local, ridge=ridge)
+        for local, sizes in ((True, HEAD_LOCAL), (False, ALL_HEAD))
+        for k in sorted({min(k, shape.source_layers) for k in sizes})
+        if fits(k, shape.head_dim if local else shape.layer_width, shape.source_layers)
+    ]
+    sizes = [m for m in BLOCKS if fits(m, shape.head_dim, len(search.names))]
+    if sizes:
+        paths = [search.path(layer, head, max(sizes)) for head in range(shape.kv_heads)]
+        found += [
+            fit_blocks(moments, kind, [path[:m] for path in paths], layer, ridge=ridge)
+            for m in sizes
+        ]
     if not found:
         raise CalibrationError(
             f"{moments.rows} rows are too few for any map; give at least "
-            f"{2 * CANDIDATES[0][1] * shape.head_dim} tokens"
+            f"{ROWS_PER_COLUMN * min(BLOCKS) * shape.head_dim} tokens"
         )
-    return sorted(found, key=lambda candidate: candidate.layer_map.parameters)
+    return sorted(found, key=lambda one: one.parameters)

@@ -61,20 +61,37 @@ def system(
     """The equations of one target layer (and head) from the selected source layers."""
     shape = moments.shape
     outputs = target_layer * shape.layer_width + head_columns(shape, head)
-    return _equations(moments, kind, input_columns(shape, layers, head), outputs)
+    return equations(moments, kind, input_columns(shape, layers, head), outputs)
 
 
-def _equations(moments: Moments, kind: str, inputs: torch.Tensor, outputs: torch.Tensor) -> System:
-    sums, rows = moments.sums[kind], moments.rows
-    x_mean, y_mean = sums.x[inputs] / rows, sums.y[outputs] / rows
+def equations(moments: Moments, kind: str, inputs: torch.Tensor, outputs: torch.Tensor) -> System:
+    """Of columns in the order (layer, head, dimension), whichever way the moments keep them.
+
+    Raises:
+        CalibrationError: moments for head-local maps cannot say how heads relate.
+    """
+    sums, rows, group = moments.sums[kind], moments.rows, 0
+    if moments.head_local:
+        group, inputs, outputs = _within_head(moments.shape, inputs, outputs)
+    x_mean, y_mean = sums.x[group, inputs] / rows, sums.y[group, outputs] / rows
     return System(
-        xx=sums.xx[inputs[:, None], inputs] - rows * torch.outer(x_mean, x_mean),
-        xy=sums.xy[inputs[:, None], outputs] - rows * torch.outer(x_mean, y_mean),
-        yy=sums.yy[outputs] - rows * y_mean.square(),
+        xx=sums.xx[group][inputs[:, None], inputs] - rows * torch.outer(x_mean, x_mean),
+        xy=sums.xy[group][inputs[:, None], outputs] - rows * torch.outer(x_mean, y_mean),
+        yy=sums.yy[group, outputs] - rows * y_mean.square(),
         x_mean=x_mean,
         y_mean=y_mean,
         rows=rows,
     )
+
+
+def _within_head(shape: PairShape, inputs: torch.Tensor, outputs: torch.Tensor):
+    """The one head that all columns belong to, and the columns among that head's."""
+    width, layer = shape.head_dim, shape.layer_width
+    heads = {int(head) for part in (inputs, outputs) for head in (part % layer // width).unique()}
+    if len(heads) != 1:
+        raise CalibrationError("these moments are for head-local maps only; accumulate them anew")
+    within = (part // layer * width + part % width for part in (inputs, outputs))
+    return heads.pop(), *within
 
 
 def fit_layer(
@@ -133,7 +150,7 @@ def _one_to_all(moments: Moments, kind: str, source_layer: int, head: int | None
     shape = moments.shape
     starts = torch.arange(shape.target_layers)[:, None] * shape.layer_width
     outputs = (starts + head_columns(shape, head)).flatten()
-    return _equations(moments, kind, input_columns(shape, [source_layer], head), outputs)
+    return equations(moments, kind, input_columns(shape, [source_layer], head), outputs)
 
 
 def head_columns(shape: PairShape, head: int | None) -> torch.Tensor:

@@ -128,6 +128,12 @@ class DirectoryStore:
         self.counters["put"] += 1
         return True
 
+    def keys(self, layout: PageLayout) -> set[str]:
+        """Keys of all pages of this layout that are there now."""
+        suffix = self._path(layout, "").name
+        files = (self.root / layout.fingerprint).glob(f"*/*{suffix}")
+        return {file.name.removesuffix(suffix) for file in files}
+
     def link(self, layout: PageLayout, existing: str, key: str) -> bool:
         source, path = self._path(layout, existing), self._path(layout, key)
         try:

@@ -47,7 +47,7 @@ def make_artifact(folder, source=SMALL, target=LARGE, sinks=(IDS[0],), tail=4):
         return AffineMap((0, 1), weight, torch.randn(HEADS, DIM, generator=generator))
 
     maps = CacheMap(*([layer() for _ in range(target.layers)] for _ in "kv"))
-    plan = [LayerPlan(head_local=True, layers=[0, 1])] * target.layers
+    plan = [LayerPlan(form="head-local", layers=[0, 1])] * target.layers
     manifest = Manifest(
         source=source, target=target, method="head-local", k=plan, v=plan,
         parameters=maps.parameters, native_tail=tail, sink_token_ids=list(sinks),

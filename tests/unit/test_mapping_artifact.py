@@ -57,11 +57,7 @@ def artifact() -> Artifact:
 
     maps = CacheMap([layer(True) for _ in range(3)], [layer(False) for _ in range(3)])
     plans = {
-        kind: [
-            LayerPlan(head_local=one.head_local, layers=list(one.layers))
-            for one in getattr(maps, kind)
-        ]
-        for kind in ("k", "v")
+        kind: [LayerPlan.of(one, ridge=1e-4) for one in getattr(maps, kind)] for kind in ("k", "v")
     }
     manifest = Manifest(
         source=spec(2),
@@ -134,7 +130,7 @@ def test_a_newer_version_and_a_malformed_manifest_are_refused(saved) -> None:
     manifest = json.loads((saved / MANIFEST).read_text())
     manifest["version"] += 1
     (saved / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BadArtifact, match="version 2"):
+    with pytest.raises(BadArtifact, match="version 3"):
         Artifact.load(saved)
     (saved / MANIFEST).write_text("{")
     with pytest.raises(BadArtifact):
@@ -153,7 +149,7 @@ def test_a_plan_that_does_not_fit_its_tensors_is_refused(saved) -> None:
     manifest = json.loads((saved / MANIFEST).read_text())
     manifest["k"][1]["layers"] = [0]
     (saved / MANIFEST).write_text(json.dumps(manifest))
-    with pytest.raises(BadArtifact, match=r"k\.1 has the shapes"):
+    with pytest.raises(BadArtifact, match=r"k\.1 reads head-local 0 with the shapes"):
         Artifact.load(saved)
     manifest["k"][1]["layers"] = [0, 9]
     (saved / MANIFEST).write_text(json.dumps(manifest))

@@ -4,29 +4,73 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mapper.methods.base import AffineMap, by_head, on_norm_sphere, select
-from mapper.methods.distill import Adapter
+from mapper.methods.base import AffineMap, LayerMap, by_head, on_norm_sphere, select
+from mapper.methods.blocks import BlockMap
+from mapper.methods.distill import Pupil
+from mapper.methods.mlp import MlpMap
+
+BLOCKS = (((0, 1), (2, 0)), ((1, 1), (2, 1)))
 
 
-@pytest.mark.parametrize("size", [(2, 12, 4), (1, 24, 8)], ids=["head-local", "all-head"])
-def test_a_merged_update_maps_as_the_trained_one(size) -> None:
+def maps() -> dict[str, LayerMap]:
     torch.manual_seed(0)
-    base = AffineMap((0, 1, 2), torch.randn(size), torch.randn(2, 4))
-    adapter = Adapter(base)
-    x = torch.randn(2, 5, 12)
+    bias = torch.randn(2, 4)
+    hidden = torch.randn(2, 12, 6), torch.randn(2, 6), torch.randn(2, 6, 4)
+    return {
+        "head-local": AffineMap((0, 1, 2), torch.randn(2, 12, 4), bias),
+        "all-head": AffineMap((0, 1, 2), torch.randn(1, 24, 8), bias),
+        "blocks": BlockMap(BLOCKS, torch.randn(2, 8, 4), bias),
+        "mlp": MlpMap((0, 1, 2), *hidden, bias),
+    }
+
+
+def features(rows: int = 5) -> dict[str, torch.Tensor]:
+    return {kind: torch.randn(2, rows, 3, 4) for kind in ("k", "v")}
+
+
+@pytest.mark.parametrize("form", ["head-local", "all-head", "blocks", "mlp"])
+def test_every_tensor_of_a_map_is_trained_and_what_was_trained_runs(form: str) -> None:
+    base, x = maps()[form], features()
+    pupil = Pupil(base)
+    assert torch.allclose(pupil(x, "v"), base(x, "v"), atol=1e-6)
+    pupil(x, "v").square().sum().backward()
+    assert all(value.grad.abs().sum() > 0 for value in pupil.values.values())
     with torch.no_grad():
-        assert torch.allclose(adapter(x), base(x), atol=1e-6)
-        adapter.up.normal_()
-        adapter.bias.normal_()
-        merged = adapter.merged()
-        assert torch.allclose(adapter(x), merged(x), atol=1e-4)
-        assert not torch.allclose(base(x), merged(x), atol=0.1)
-    assert merged.parameters == base.parameters
+        for value in pupil.values.values():
+            value += torch.randn_like(value)
+    trained = pupil.layer_map(torch.float32)
+    assert torch.allclose(trained(x, "v"), pupil(x, "v"), atol=1e-5)
+    assert not torch.allclose(base(x, "v"), trained(x, "v"), atol=0.1)
+    assert trained.parameters == base.parameters == sum(v.numel() for v in base.tensors().values())
 
 
+@pytest.mark.parametrize("form", ["head-local", "all-head", "blocks", "mlp"])
+def test_each_row_is_mapped_by_itself_and_bfloat16_is_close(form: str) -> None:
+    one, x = maps()[form], features(7)
+    whole = one(x, "k")
+    part = one({kind: value[:, 2:4] for kind, value in x.items()}, "k")
+    assert torch.allclose(whole[:, 2:4], part, atol=1e-5)
+    rounded = one.to("cpu", torch.bfloat16)({k: v.bfloat16() for k, v in x.items()}, "k")
+    assert rounded.dtype == torch.float32
+    assert torch.allclose(rounded, whole, atol=0.3, rtol=0.1)
+
+
+def test_a_block_map_reads_the_heads_it_names() -> None:
+    """Against a product written out by hand."""
+    one, x = maps()["blocks"], features()
+    for head, blocks in enumerate(BLOCKS):
+        expected = one.bias[head].expand(5, 4).clone()
+        for place, (layer, source) in enumerate(blocks):
+            part = one.weight[head, 4 * place : 4 * place + 4]
+            expected += x["v"][source, :, layer] @ part
+        assert torch.allclose(one(x, "v")[head], expected, atol=1e-5)
+        assert list(one.blocks_read(head)) == list(blocks)
+
+
+@settings(deadline=None)
 @given(layers=st.sets(st.integers(0, 6), min_size=1).map(lambda chosen: tuple(sorted(chosen))))
 def test_selection_gathers_the_layers_in_order(layers: tuple[int, ...]) -> None:
     source = torch.arange(7 * 3 * 2 * 4.0).view(7, 3, 2, 4)

@@ -17,9 +17,11 @@ def test_sizes_span_the_published_range() -> None:
 
 
 def test_head_local_takes_an_eighth_at_eight_heads() -> None:
-    full, local = plan.run("qwen3-14b-32b")["methods"]
+    full, local, blocks = plan.run("qwen3-14b-32b")["methods"]
     assert full["parameters"] == 64 * 2 * (8 * 1024 * 1024 + 1024)
     assert local["parameters"] == pytest.approx(full["parameters"] / 8, rel=0.001)
+    assert blocks["parameters"] == local["parameters"]
+    assert local["moments_bytes"] < blocks["moments_bytes"] / 7
     assert local["share_of_prefill"] < full["share_of_prefill"] < 0.05
 
 

@@ -32,8 +32,8 @@ def caches(seed: int, rows: int) -> tuple[dict, dict]:
     return source, target
 
 
-def moments_of(*parts: tuple[str, dict, dict]) -> Moments:
-    moments = Moments.empty(SHAPE, "a->b")
+def moments_of(*parts: tuple[str, dict, dict], **layout: bool) -> Moments:
+    moments = Moments.empty(SHAPE, "a->b", **layout)
     for name, source, target in parts:
         moments.add(name, source, target, tokens=source["k"].shape[1])
     return moments
@@ -77,8 +77,41 @@ def test_merged_moments_are_those_of_the_union(rows: list[int], seed: int) -> No
     assert merged.rows == whole.rows == sum(rows)
     assert merged.documents == whole.documents
     for kind in "kv":
-        for name, value in vars(whole.sums[kind]).items():
-            assert torch.allclose(getattr(merged.sums[kind], name), value)
+        for name, value in whole.sums[kind].parts.items():
+            assert torch.allclose(merged.sums[kind].parts[name], value)
+
+
+def test_sums_for_head_local_maps_are_enough_for_them_and_for_nothing_else() -> None:
+    part = ("d", *caches(0, 60))
+    whole, local = moments_of(part), moments_of(part, head_local=True)
+    assert SHAPE.bytes(head_local=True) < SHAPE.bytes() / 1.8
+    stored = sum(t.numel() * 8 for one in local.sums.values() for t in one.parts.values())
+    assert stored == SHAPE.bytes(head_local=True)
+    both = (fit_layer(m, "v", (0, 2), 1, head_local=True, ridge=1e-4) for m in (whole, local))
+    first, second = both
+    assert torch.allclose(first.weight, second.weight, atol=1e-5)
+    assert rank_layers(whole, head_local=True) == rank_layers(local, head_local=True)
+    with pytest.raises(CalibrationError, match="head-local"):
+        fit_layer(local, "v", (0,), 1, head_local=False, ridge=1e-4)
+    with pytest.raises(CalibrationError, match="cannot join"):
+        whole.merge(moments_of(("e", *caches(1, 20)), head_local=True))
+
+
+@pytest.mark.parametrize("head_local", [True, False])
+def test_one_pass_gives_both_directions(head_local: bool, tmp_path) -> None:
+    source, target = caches(0, 60)
+    moments = moments_of(("d", source, target), head_local=head_local, both=True)
+    moments.save(tmp_path / "m")
+    backward = Moments.load(tmp_path / "m").reverse("b->a")
+    expected = Moments.empty(SHAPE.reverse, "b->a", head_local=head_local)
+    expected.add("d", target, source, tokens=60)
+    options = {"head_local": head_local, "ridge": 1e-4}
+    ours, theirs = (fit_layer(m, "k", (0, 1), 2, **options) for m in (backward, expected))
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-5)
+    ranks = (rank_layers(m, head_local=head_local) for m in (backward, expected))
+    assert next(ranks) == next(ranks)
+    with pytest.raises(CalibrationError, match="one direction"):
+        moments_of(("d", source, target)).reverse("b->a")
 
 
 def test_a_document_counts_once() -> None:

@@ -1,0 +1,188 @@
+"""One direction of a calibration: from moments to a fitted, refined, judged and saved artifact."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mapper.artifact import Artifact, CalibrationRecord, LayerPlan, Manifest
+from mapper.capture.accumulate import console, progress
+from mapper.capture.model import CapturedModel
+from mapper.capture.pairs import capture, log_spaced
+from mapper.capture.texts import Document, first_documents
+from mapper.methods.attended import QUERIES, Refit, attended_bytes
+from mapper.methods.base import CacheMap
+from mapper.methods.distill import Classroom, Lesson, distill, evaluate
+from mapper.methods.fit import Method, fit, refit
+from mapper.methods.select import HeldOut
+from mapper.methods.tail import choose_tail, tail_curve
+from mapper.moments import KINDS, Moments
+from mapper.spec import ModelSpec
+
+HELD_OUT_QUERIES = 24
+# Documents that distillation rehearses, or whose rows a network is trained on, stay in memory.
+LESSON_TOKENS = 65_536
+# `auto` spends at most this share of the arithmetic of prefilling the same tokens on mapping.
+BUDGET_SHARE = 0.125
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents split into those to fit and those to choose by."""
+
+    fit: list[Document]
+    held_out: list[Document]
+    skipped: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Options:
+    method: Method
+    k: int
+    ridge: float
+    budget: int | None
+    refit: Refit | None
+    distill_seconds: float
+    native_tail: int | None
+    sources: dict[str, str]
+
+
+def save_direction(
+    models: Sequence[CapturedModel],
+    specs: Sequence[ModelSpec],
+    text: Text,
+    moments: Moments,
+    options: Options,
+    out: Path,
+    sink_tokens: list[int],
+    started: float,
+) -> None:
+    """Fits, refines and judges the maps of one direction, and writes the artifact."""
+    held = HeldOut(*models, text.held_out, HELD_OUT_QUERIES)
+    maps = _fit(models, text, moments, held, options)
+    steps = [options.method, *([options.refit] if options.refit else [])]
+    selection: dict[str, Any] = {}
+    tail = options.native_tail
+    if options.distill_seconds or tail is None:
+        classroom = Classroom(*models)
+        exam = classroom.prepare(text.held_out)
+        if options.distill_seconds:
+            lessons = classroom.prepare(first_documents(text.fit, LESSON_TOKENS))
+            maps, record = _distill(maps, classroom, lessons, exam, options.distill_seconds)
+            selection["distilled"] = record
+            steps += ["distilled"] if record["kept"] else []
+        if tail is None:
+            curve = tail_curve(maps, classroom, exam, models[1])
+            selection["native_tail"] = [asdict(point) for point in curve]
+            tail = choose_tail(curve)
+    scores = [
+        held.score(layer, *pair) for layer, pair in enumerate(zip(maps.k, maps.v, strict=True))
+    ]
+    selection["attention_output_error"] = [score.error for score in scores]
+    selection["attention_output_cosine"] = [score.cosine for score in scores]
+    manifest = Manifest(
+        source=specs[0],
+        target=specs[1],
+        method="+".join(steps),
+        **{
+            kind: [LayerPlan.of(one, options.ridge) for one in getattr(maps, kind)]
+            for kind in KINDS
+        },
+        parameters=maps.parameters,
+        native_tail=tail,
+        sink_token_ids=sink_tokens,
+        calibration=CalibrationRecord(
+            sources=options.sources,
+            documents=len(moments.documents),
+            tokens=sum(moments.documents.values()),
+            rows=moments.rows,
+            held_out_documents=len(text.held_out),
+            skipped=text.skipped,
+            seconds=round(time.monotonic() - started, 1),
+            peak_memory_bytes=peak_memory(),
+        ),
+        selection=selection,
+    )
+    Artifact(manifest, maps, sink_table(models[1], sink_tokens)).save(out)
+
+
+def _fit(
+    models: Sequence[CapturedModel], text: Text, moments: Moments, held: HeldOut, options: Options
+) -> CacheMap:
+    with progress() as bar:
+        task = bar.add_task("layers", total=2 * moments.shape.target_layers)
+        maps = fit(
+            options.method,
+            moments,
+            held,
+            k=options.k,
+            ridge=options.ridge,
+            budget=options.budget or round(BUDGET_SHARE * models[1].layer_parameters()),
+            pairs=lambda: capture(*models, first_documents(text.fit, LESSON_TOKENS)),
+            report=lambda: bar.advance(task),
+        )
+    maps = CacheMap(maps.k, maps.v, key_norms(models[1]))
+    if options.refit is None:
+        return maps
+    console.print(f"refit: {attended_bytes(maps) / 2**20:,.0f} MiB of further sums in memory")
+    again = capture(*models, text.fit, log_spaced(QUERIES))
+    return refit(maps, options.refit, moments, held, again, options.ridge)
+
+
+def _distill(
+    maps: CacheMap,
+    classroom: Classroom,
+    lessons: Sequence[Lesson],
+    exam: Sequence[Lesson],
+    seconds: float,
+) -> tuple[CacheMap, dict[str, Any]]:
+    """The distilled map if it lowers the KL of held-out text of every kind, else the map as it was."""
+    before = evaluate(maps, classroom, exam)
+    with progress() as bar:
+        task = bar.add_task("distilling (s)", total=round(seconds))
+        updated, steps = distill(
+            maps,
+            classroom,
+            lessons,
+            seconds=seconds,
+            report=lambda at: bar.update(task, completed=at),
+        )
+    after = evaluate(updated, classroom, exam)
+    kept = all(after[kind] < before[kind] for kind in before)
+    for kind in before:
+        console.print(
+            f"held-out KL of {kind}: {before[kind]:.4f} -> {after[kind]:.4f} nats, {steps} steps"
+        )
+    record = {
+        "steps": steps,
+        "held_out_kl_before": before,
+        "held_out_kl_after": after,
+        "kept": kept,
+    }
+    return (updated if kept else maps), record
+
+
+def key_norms(model: CapturedModel) -> torch.Tensor | None:
+    """Gains [layers, head_dim] of the model's k_norm, if it has one."""
+    gains = [model.key_norm(layer) for layer in range(model.spec.layers)]
+    return None if gains[0] is None else torch.stack(gains)
+
+
+def sink_table(model: CapturedModel, tokens: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """k, v [tokens, layers, kv_heads, head_dim]: each token's cache at position 0."""
+    prefills = [model.prefill(torch.tensor([token])) for token in tokens]
+    return (
+        torch.stack([prefill.k[:, 0] for prefill in prefills]),
+        torch.stack([prefill.v[:, 0] for prefill in prefills]),
+    )
+
+
+def peak_memory() -> int:
+    """This process's largest resident size so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
