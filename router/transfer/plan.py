@@ -196,7 +196,7 @@ class Transfers:
         long_enough = len(request.token_ids) >= request.min_mapped_tokens + _WORTH_WAITING_TOKENS
         for _ in range(_WRITING_TRIES):
             answer = await self._send(request)
-            if not long_enough or answer.reason not in ("no_source_pages", "too_little"):
+            if not long_enough or answer.reason != "no_source_pages":
                 break
             await asyncio.sleep(_WRITING_PAUSE_SECONDS)
         return answer
