@@ -37,7 +37,9 @@ def test_relative_paths_are_beside_the_file(load, tmp_path):
     (tmp_path / "p.yaml").write_text("kind: pinned\ntier: large\n")
     (tmp_path / "secret").write_text("s\n")
     worker = {**WORKER, "api_key_file": "secret"}
-    loaded = load({"workers": [worker], "policy": "p.yaml"})
+    decisions = {"log_file": "decisions.jsonl"}
+    loaded = load({"workers": [worker], "policy": "p.yaml", "decisions": decisions})
+    assert loaded.decisions.log_file == tmp_path / "decisions.jsonl"
     assert settings.load_policy(loaded.policy).tier == "large"
     assert settings.read_secret(loaded.workers[0].api_key_file) == "s"
 
@@ -61,6 +63,12 @@ def test_relative_paths_are_beside_the_file(load, tmp_path):
         ({"workers": [WORKER], "mapper_url": "x"}, ["mapper_url", "unix:///"]),
         ({"workers": [WORKER], "processes": 2}, ["redis_url"]),
         ({"workers": [WORKER], "limits": {"nosuch": 1}}, ["limits.nosuch", "body_bytes"]),
+        (
+            {"workers": [WORKER], "prices": {"small": {"prompt": 1, "completion": 1, "x": 1}}},
+            ["prices.small.x", "cached"],
+        ),
+        ({"workers": [WORKER], "prices": {"large": {"prompt": 1}}}, ["prices.large.completion"]),
+        ({"workers": [WORKER], "decisions": {"file": "x"}}, ["decisions.file", "log_file"]),
         ({"workers": [WORKER], "nosuch": 1}, ["nosuch", "redis_url"]),
         ({"workers": [WORKER], "policy": {"kind": "x"}}, ["kind", "pinned", "turns"]),
         ({"workers": [WORKER], "policy": "missing.yaml"}, ["missing.yaml"]),
