@@ -248,8 +248,9 @@ Attention is unchanged, so both models have 3 KV heads of 64; the small one cach
 BUDGET = """\
 - Two runs, the second one from the first one's update: 588,800 and 1,351,680 tokens, about two hours of two cores in all.
 - What is missing is different dialogues. At the end, on 16 rows of each, the divergence on answers was 0.34 nats a token
-  on dialogues that had been trained on and 0.62 on held-out ones; 670,000 tokens more of training took the first from
-  0.38 and left the second where it was. Each doubling of the dialogues so far (79,000, 131,000, 332,000, then 216,000 new
+  on dialogues that had been trained on and 0.62 on held-out ones; the last 670,000 tokens took the first from 0.38
+  and left the second at about 0.6, though the perplexity ratio of the first 60 held-out dialogues fell from 1.57 to 1.51.
+  Each doubling of the dialogues so far (79,000, 131,000, 332,000, then 216,000 new
   tokens) has narrowed the gap; a million new tokens, read once, are the first thing to add
   (`dialogues --batches 50`, an hour on two idle cores), then `distill --published` with as many steps as that makes.
 - The dialogues were sampled at temperature 0.7, so the large model finds them easy (perplexity below 4) and each
