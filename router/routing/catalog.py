@@ -81,14 +81,16 @@ class Catalog:
         source.stamps = _stamps(files)
         try:
             policy = load_policy(source.path)
-        except PolicyError as error:
-            self.errors[name] = str(error)
+        except Exception as error:
+            # Whatever a file can provoke, the last good policy stays.
+            known = isinstance(error, PolicyError)
+            self.errors[name] = text = str(error) if known else f"{type(error).__name__}: {error}"
             self._metrics.policy_reloads.labels(name, "refused").inc()
             self._metrics.policy_stale.labels(name).set(1)
             logger.error(
                 "policy_refused",
                 policy=name,
-                error=str(error),
+                error=text,
                 running=self._policies[name].version,
             )
             return
@@ -102,6 +104,7 @@ class Catalog:
         logger.info("policy_reloaded", policy=name, version=policy.version)
 
     async def _watch(self) -> None:
+        told = None
         while True:
             folders = self._folders()
             try:
@@ -118,7 +121,9 @@ class Catalog:
                         break
             except Exception as error:
                 # A folder that is not there, no more watches: looking from time to time will do.
-                logger.warning("policy_watch", error=f"{type(error).__name__}: {error}")
+                if (text := f"{type(error).__name__}: {error}") != told:
+                    told = text
+                    logger.warning("policies_not_watched", error=text)
                 await asyncio.sleep(LOOK_MS / 1000)
                 await self.refresh()
 
