@@ -1,4 +1,4 @@
-"""Two tiny random Llama models that share a tokenizer of whole words, and dialogues for them."""
+"""Tiny random Llama models that share a tokenizer of whole words, and text for them."""
 
 from __future__ import annotations
 
@@ -60,4 +60,10 @@ def write_dialogues(path: Path, count: int = 60) -> Path:
         for number in range(count)
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_prose(path: Path, texts: int = 12) -> Path:
+    generator = torch.Generator().manual_seed(1)
+    path.write_text("\n\n\n".join(say(generator, 60) for _ in range(texts)))
     return path

@@ -25,8 +25,11 @@ def published_arm(folder: Path, baseline: Artifact) -> Arm:
     (`FOLDER.moments`) its own maps are used, and the ridge is then the baseline's relative one.
     """
     name = "published: position 0 mapped"
-    moments = checkpoint_path(folder)
-    if not moments.is_file() or baseline.maps is None:
+    moments, maps = checkpoint_path(folder), baseline.maps
+    all_heads = maps is not None and all(
+        isinstance(one, AffineMap) and not one.head_local for one in (*maps.k, *maps.v)
+    )
+    if not all_heads or not moments.is_file():
         return published(name, baseline)
     sums = Moments.load(moments)
     maps = CacheMap(

@@ -10,7 +10,8 @@ from typing import Any
 
 from mapper.artifact import read_manifest, write_quality
 from mapper.quality import card, plots, report
-from mapper.quality.evaluation import TAILS, Evaluation, Settings
+from mapper.quality.evaluation import Evaluation
+from mapper.quality.settings import Settings
 from mapper.quality.tasks import read_tasks
 
 
@@ -27,6 +28,8 @@ def run(
 ) -> dict[str, Any]:
     """Measures artifacts side by side; writes `report.json` and plots to the folder `out`.
 
+    `report.json` is written after each part: a run that is ended leaves what it had.
+
     Args:
         source, target: the model folders the artifacts were made for.
         artifacts: the first is the one that controls are derived from.
@@ -36,8 +39,8 @@ def run(
         baseline: an artifact that all others are compared with; measured as published, too.
         settings: fields of `Settings`.
 
-    Every artifact's manifest gets its part of the report as its quality card; the first one's
-    also the native tail that the measured curve asks for.
+    Every artifact's manifest gets its part of the report as its quality card. Its native tail
+    stays: calibration chose it, on other text than that which judges it here.
 
     Raises:
         UnsupportedModel: an artifact was made for other models.
@@ -51,33 +54,22 @@ def run(
         read_tasks(data, items=chosen.items, only=list(chosen.tasks) or None)
     )  # fmt: skip
     evaluation = Evaluation(source, target, artifacts, baseline, dialogues, tasks, chosen)
-    results = evaluation.run(started)
     out = Path(out)
-    out.mkdir(parents=True, exist_ok=True)
-    results["seconds"] = round(time.monotonic() - started, 1)
-    (out / "report.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    def save(results: dict[str, Any]) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        results["seconds"] = round(time.monotonic() - started, 1)
+        (out / "report.json").write_text(json.dumps(results, indent=1) + "\n")
+
+    results = evaluation.run(started, save)
+    save(results)
     plots.draw(results, out)
     report.show(results)
     for name, folder in evaluation.folders.items():
-        curve = results["dialogues"][name]
         tail = read_manifest(folder).native_tail
-        if name == next(iter(evaluation.folders)):
-            tail = choose_tail(curve)
-            report.console.print(f"native tail of {name}: {tail} tokens")
         write_quality(folder, quality_card(results, name), native_tail=tail)
     report.console.print(f"{out}/report.json and plots, after {results['seconds']:.0f} s")
     return results
-
-
-def choose_tail(curve: dict[str, Any]) -> int:
-    """The shortest measured tail that reaches the goal for KL, or the longest when none does.
-
-    Every further token is prefilled on the user's path, and below the goal the answers of both
-    caches are hard to tell apart.
-    """
-    measured = {length: curve.get(f"tail {length}") for length in TAILS}
-    good = [length for length, one in measured.items() if one and one["kl"] <= card.KL_GOAL]
-    return min(good, default=max(TAILS))
 
 
 def quality_card(results: dict[str, Any], name: str) -> dict[str, Any]:

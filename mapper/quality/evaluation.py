@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,53 +17,22 @@ from mapper.quality.comparators import published_arm
 from mapper.quality.conversations import read_conversations, read_other
 from mapper.quality.divergence import Divergences, measure
 from mapper.quality.layers import by_layer
-from mapper.quality.questions import Prompt, TaskResult, ask, capacity, prompts
+from mapper.quality.questions import (
+    SHORTEST_PROMPT,
+    Prompt,
+    TaskResult,
+    ask,
+    capacity,
+    prompts,
+)
 from mapper.quality.reader import Reader
-from mapper.quality.schedule import Pace, Part, fit, stopwatch
+from mapper.quality.schedule import Part, extras, plan, stopwatch
+from mapper.quality.settings import DTYPES, TAILS, Settings
 from mapper.quality.tasks import Task
 
-TAILS = (1, 16, 32, 64, 128)
-# Prompts that a tail of 64 is at most an eighth of.
-SHORTEST_PROMPT = 512
-# Floors and controls are measured on this share of the conversations and questions, and on
-# this many at least: they are far from everything else.
-EXTRAS_SHARE, FEWEST_EXTRAS = 0.25, 6
 LAYER_TALKS = 6
 # Longer contexts of the harness lose their beginning.
 HARNESS_CAPACITY = 2048
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What is measured, as it goes into the report.
-
-    `harness`: tasks of lm-evaluation-harness, `harness_tasks` a folder of YAML files of more.
-    `minutes` bounds the run: fewer items are measured where all would take longer; 0 is no
-    bound. `tail` is the native tail of task questions and of one measurement of each variant.
-    """
-
-    conversations: int = 40
-    items: int = 100
-    tail: int = 64
-    minutes: float = 12.0
-    split: str = "heldout"
-    dtype: str = "float32"
-    tasks: tuple[str, ...] = ()
-    harness: tuple[str, ...] = ()
-    harness_tasks: Path | None = None
-
-    def record(self) -> dict[str, Any]:
-        """As JSON; a folder's path is nobody else's affair."""
-        fields = vars(self) | {"tasks": list(self.tasks), "harness": list(self.harness)}
-        return {name: value for name, value in fields.items() if name != "harness_tasks"}
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise BadTask(f"dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
-        for name, least in (("conversations", 1), ("items", 1), ("tail", 1), ("minutes", 0)):
-            if getattr(self, name) < least:
-                raise BadTask(f"{name} must be at least {least}")
 
 
 class Evaluation:
@@ -133,11 +101,14 @@ class Evaluation:
 
         return reuse.best_group(*self.models, divergence)
 
-    def run(self, started: float) -> dict[str, Any]:
-        parts = self._plan()
-        end = started + 60 * self.settings.minutes if self.settings.minutes else float("inf")
+    def run(self, started: float, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+        """Measures everything; `save` gets the report so far after each part."""
+        minutes = self.settings.minutes
+        asked = [(task, made) for task, made, _ in self._asked()]
+        parts = plan(self.reader, self.talks, asked, self.settings, self.variants)
+        end = started + 60 * minutes if minutes else float("inf")
         talks, *asked = parts
-        report.announce(parts, self.settings.minutes)
+        report.announce(parts, minutes)
         with report.progress() as bar:
             step = bar.add_task("dialogues", total=None)
             divergences = self._dialogues(talks, end)
@@ -147,12 +118,14 @@ class Evaluation:
                 self.talks[: min(LAYER_TALKS, talks.fitting)],
                 range(1, 1 + self.variants),
             )
-            results = []
+            results: list[TaskResult] = []
+            save(self._summary(divergences, layers, results))
             for part, (task, made, too_long) in zip(asked, self._asked(), strict=True):
                 step = bar.add_task(task.name, total=part.fitting)
                 result = self._ask(part, task, made, end, lambda at=step: bar.advance(at))
                 result.too_long = too_long
                 results.append(result)
+                save(self._summary(divergences, layers, results))
         return self._summary(divergences, layers, results) | {"harness": self._harness()}
 
     def _harness(self) -> dict[str, Any]:
@@ -173,33 +146,6 @@ class Evaluation:
     def _asked(self) -> list[tuple[Task, list[Prompt], int]]:
         return [one for one in self.tasks if one[1]]
 
-    def _plan(self) -> list[Part]:
-        """What a conversation and a question of each task cost, and how many there is time for."""
-        pace = Pace.measure(self.reader)
-        settings, rest = self.settings, len(self.reader.arms) - 1 - self.variants
-        everywhere = 1 + self.variants
-        prompt = sum(talk.prompt for talk in self.talks) / len(self.talks)
-        answer = sum(len(talk.ids) - talk.prompt for talk in self.talks) / len(self.talks)
-        continued = answer * (everywhere + EXTRAS_SHARE * rest)
-        continued += self.variants * (settings.tail + answer)
-        continued += sum(length + answer for length in TAILS if length not in (1, settings.tail))
-        seconds = (prompt + answer) * pace.source + prompt * (pace.target + pace.convert)
-        parts = [Part("dialogues", len(self.talks), seconds + continued * pace.target)]
-        for task, made, _ in self._asked():
-            fresh = sum(len(one.ids) for one in made) / len(made) - _shared(made)
-            options = sum(len(part.ids) for one in made for part in one.continuations) / len(made)
-            continued = settings.tail + options
-            seconds = (fresh + options) * pace.source + max(0.0, fresh - settings.tail) * (
-                pace.target + pace.convert
-            )
-            seconds += continued * pace.target * (everywhere + EXTRAS_SHARE * rest)
-            if task.format.generates:
-                seconds += task.format.answer_tokens * pace.step
-            parts.append(Part(task.name, len(made), seconds))
-        spent = 30 + LAYER_TALKS * prompt * 2 * pace.target
-        fit(parts, 60 * settings.minutes - spent if settings.minutes else float("inf"))
-        return parts
-
     def _dialogues(self, part: Part, end: float) -> Divergences:
         return measure(
             self.reader,
@@ -207,7 +153,7 @@ class Evaluation:
             tail=self.settings.tail,
             curve=TAILS,
             variants=self.variants,
-            extras=_extras(part.fitting),
+            extras=extras(part.fitting),
             running=stopwatch(part, end),
         )
 
@@ -219,7 +165,7 @@ class Evaluation:
             self.tokenizer,
             tail=self.settings.tail,
             main=1 + self.variants,
-            extras=_extras(part.fitting),
+            extras=extras(part.fitting),
             running=stopwatch(part, end),
             step=step,
         )
@@ -287,18 +233,10 @@ def _check(artifact: Artifact, models: Sequence[CapturedModel]) -> None:
 
 
 def _mean_k(artifact: Artifact) -> float | None:
-    plans = [*artifact.manifest.k, *artifact.manifest.v]
-    return sum(len(plan.layers) for plan in plans) / len(plans) if plans else None
-
-
-def _extras(items: int) -> int:
-    return max(FEWEST_EXTRAS, round(EXTRAS_SHARE * items))
-
-
-def _shared(made: Sequence[Prompt]) -> int:
-    """Tokens that all prompts of a task begin with, roughly: those of the first two."""
-    if len(made) < 2:
-        return 0
-    one, other = made[0].ids, made[1].ids
-    size = min(len(one), len(other))
-    return int((one[:size] == other[:size]).long().cumprod(0).sum())
+    """Source layers that a target head's keys or values are made of, on average."""
+    counts = [
+        len({layer for layer, _ in head})
+        for plan in (*artifact.manifest.k, *artifact.manifest.v)
+        for head in plan.blocks or [[(layer, 0) for layer in plan.layers]]
+    ]
+    return sum(counts) / len(counts) if counts else None

@@ -9,10 +9,19 @@ from dataclasses import dataclass
 import torch
 
 from mapper.quality.batch import CacheBatch
+from mapper.quality.conversations import Conversation
+from mapper.quality.questions import Prompt
 from mapper.quality.reader import Reader
+from mapper.quality.settings import TAILS, Settings
+from mapper.quality.tasks import Task
 
 # A part may overrun its own estimate by this factor before it is ended early.
 SLACK = 1.3
+# Floors and controls are measured on this share of the conversations and questions, and on
+# this many at least: they are far from everything else.
+EXTRAS_SHARE, FEWEST_EXTRAS = 0.2, 6
+# Seconds for loading, layer figures, plots.
+OVERHEAD = 45.0
 _PROBE_TOKENS = 128
 
 
@@ -57,6 +66,44 @@ class Part:
     fitting: int = 0
 
 
+def plan(
+    reader: Reader,
+    talks: Sequence[Conversation],
+    asked: Sequence[tuple[Task, Sequence[Prompt]]],
+    settings: Settings,
+    variants: int,
+) -> list[Part]:
+    """What a conversation and a question of each task cost, and how many there is time for.
+
+    `reader` has the native arm, `variants` that all items are put to, and the others.
+    """
+    pace = Pace.measure(reader)
+    # A long run's share of the arms that only some items are put to.
+    rows = 1 + variants + EXTRAS_SHARE * (len(reader.arms) - 1 - variants)
+    prompt = sum(talk.prompt for talk in talks) / len(talks)
+    answer = sum(len(talk.ids) - talk.prompt for talk in talks) / len(talks)
+    continued = answer * rows + variants * (settings.tail + answer)
+    continued += sum(length + answer for length in TAILS if length not in (1, settings.tail))
+    seconds = (prompt + answer) * pace.source + prompt * (pace.target + pace.convert)
+    parts = [Part("dialogues", len(talks), seconds + continued * pace.target)]
+    for task, made in asked:
+        fresh = sum(len(one.ids) for one in made) / len(made) - _shared(made)
+        options = sum(len(part.ids) for one in made for part in one.continuations) / len(made)
+        seconds = (fresh + options) * pace.source
+        seconds += max(0.0, fresh - settings.tail) * (pace.target + pace.convert)
+        seconds += (settings.tail + options) * pace.target * rows
+        if task.format.generates:
+            seconds += task.format.answer_tokens * pace.step
+        parts.append(Part(task.name, len(made), seconds))
+    fit(parts, 60 * settings.minutes - OVERHEAD if settings.minutes else float("inf"))
+    return parts
+
+
+def extras(items: int) -> int:
+    """How many of the items floors, controls and comparators are measured on."""
+    return max(FEWEST_EXTRAS, round(EXTRAS_SHARE * items))
+
+
 def fit(parts: Sequence[Part], budget: float) -> None:
     """Sets how many items of each part fit into `budget` seconds, all reduced by one factor."""
     total = sum(part.items * part.seconds for part in parts)
@@ -75,3 +122,12 @@ def _timed(run: Callable[[], object]) -> float:
     start = time.monotonic()
     run()
     return time.monotonic() - start
+
+
+def _shared(made: Sequence[Prompt]) -> int:
+    """Tokens that the prompts of a task begin with, roughly: those of the first two."""
+    if len(made) < 2:
+        return 0
+    one, other = made[0].ids, made[1].ids
+    size = min(len(one), len(other))
+    return int((one[:size] == other[:size]).long().cumprod(0).sum())

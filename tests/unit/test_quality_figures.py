@@ -8,7 +8,6 @@ import torch
 
 from mapper.quality import card
 from mapper.quality.divergence import Divergence
-from mapper.quality.evaluate import choose_tail
 from mapper.quality.schedule import Part, fit, stopwatch
 from mapper.quality.statistics import Scores, compare, pooled_retention
 
@@ -135,15 +134,6 @@ def test_ratios_over_the_baseline_and_of_the_raw_cache() -> None:
     assert found["raw over mapped, no tail"]["ours"]["value"] == 40
     assert found["over ridge, no tail"]["ours"]["value"] == 0.5
     assert "ridge" not in found["over ridge, tail 64"]
-
-
-def test_the_shortest_tail_that_is_good_enough_is_chosen() -> None:
-    curve = {
-        f"tail {tail}": {"kl": kl}
-        for tail, kl in zip((1, 16, 32, 64, 128), (0.1, 0.05, 0.029, 0.02, 0.01), strict=True)
-    }
-    assert choose_tail(curve) == 32
-    assert choose_tail({key: {"kl": 1.0} for key in curve}) == 128
 
 
 def test_all_parts_shrink_alike_to_fit_the_time() -> None:
