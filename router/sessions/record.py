@@ -24,11 +24,16 @@ def advance(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> 
     """The turn's place in the timeline, and what it did to its model's lineage."""
     turn = turn.model_copy(update={"number": session.turns})
     session.timeline = [*session.timeline, turn][-TIMELINE:]
-    use(session, turn, outcome, born)
+    _use(session, turn, outcome, born)
 
 
-def use(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> None:
-    """What an answer, be it the turn's or one that a cascade took back, did to its lineage.
+def take_back(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> None:
+    """As `advance`, for an answer that a cascade took back: its words are not the conversation's."""
+    _use(session, turn.model_copy(update={"completion_tokens": 0}), outcome, born)
+
+
+def _use(session: Session, turn: TurnRecord, outcome: Outcome, born: str) -> None:
+    """What an answer did to its model's lineage.
 
     `born` is that of the session as the turn found it. If it has been deleted since, or has
     expired, the lossy lineage that the turn was answered on went with it.

@@ -101,7 +101,7 @@ class SmallFirst:
         session = (subject.session or Session(id=subject.identity.id)).model_copy()
         usage = leg.upstream.answer.usage
         turn = self._gateway.drift.write_down(leg.worker, leg.outcome, usage, Booking())
-        record.use(session, turn, leg.outcome, session.born)
+        record.take_back(session, turn, leg.outcome, session.born)
         session.tier, session.model = leg.tier, leg.worker.model
         return session
 

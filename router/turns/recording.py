@@ -68,7 +68,7 @@ class Recorder:
         def advance(session: Session) -> None:
             _advance(session, subject, decision, legs, bookings, self.spent)
             for one, taken_back in zip(legs, earlier, strict=False):
-                record.use(session, taken_back, one.outcome, born)
+                record.take_back(session, taken_back, one.outcome, born)
             record.advance(session, turn, leg.outcome, born)
             if complete and digests:
                 session.head = digests[0]

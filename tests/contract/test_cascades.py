@@ -114,6 +114,11 @@ def test_an_unsure_answer_is_given_by_the_large_tier(stack, stream):
     assert "logprobs" not in stack.large[0].seen[-1].body
     assert "you said" in text(answer, stream)
     assert stack.metric("baton_cascade_total", outcome="escalated", reason="low_logprob") == 1
+    # Of the small tier's part the conversation keeps the prompt, and not the answer.
+    state = _session(stack, "s")
+    assert state.lineage("small-model").exact == state.timeline[-1].prompt_tokens
+    assert (state.timeline[-1].tier, len(state.timeline)) == ("large", 1)
+    assert state.prompt_tokens == 2 * state.timeline[-1].prompt_tokens
     # Both tiers' tokens are counted, and both are paid for.
     for tier in ("small", "large"):
         assert stack.metric("baton_tokens_total", tier=tier, kind="prompt") > 60
