@@ -133,7 +133,15 @@ def run(
 
 def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> Text:
     documents, skipped = read_documents(texts, tokenizer, length=length, seed=_SEED)
-    held = first_documents([d for d in documents if d.held_out(held_out)], HELD_OUT_TOKENS)
+    kinds = sorted({d.kind for d in documents})
+    held = [
+        one
+        for kind in kinds
+        for one in first_documents(
+            [d for d in documents if d.kind == kind and d.held_out(held_out)],
+            HELD_OUT_TOKENS // len(kinds),
+        )
+    ]
     fit = first_documents([d for d in documents if not d.held_out(held_out)], tokens)
     if not fit or not held:
         raise CalibrationError(

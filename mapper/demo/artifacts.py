@@ -17,7 +17,7 @@ DIRECTIONS = ("small-large", "large-small")
 KV_DTYPE = "float32"
 PAGE_SIZE = 16
 # How the demo's maps are fitted; part of the cache key, so that a change makes new ones.
-RECIPE = {"method": "all-head", "k": 6, "tokens": 14_000, "native_tail": 64}
+RECIPE = {"method": "all-head", "k": 6, "tokens": 20_000, "native_tail": 64}
 
 
 def demo_artifacts() -> dict[str, Path]:

@@ -30,6 +30,9 @@ class Candidate:
     harm: float
 
 
+Options = dict[tuple[str, int], list[Candidate]]
+
+
 def choose(
     moments: Moments,
     held: HeldOut,
@@ -44,8 +47,15 @@ def choose(
     Raises:
         CalibrationError: too little text for even the smallest candidate, or a budget below it.
     """
+    return spend(candidates(moments, held, ridge=ridge, report=report), budget)
+
+
+def candidates(
+    moments: Moments, held: HeldOut, *, ridge: float, report: Callable[[], None]
+) -> Options:
+    """Every candidate of every target layer's keys and values, smallest first."""
     ranks = {flag: rank_layers(moments, head_local=flag) for flag in (True, False)}
-    options: dict[tuple[str, int], list[Candidate]] = {}
+    options: Options = {}
     for kind in KINDS:
         search = BlockSearch(moments, kind, ridge)
         for layer in range(moments.shape.target_layers):
@@ -54,7 +64,12 @@ def choose(
                 for fitted in _candidates(moments, search, kind, layer, ranks, ridge)
             ]
             report()
-    chosen = {key: candidates[0] for key, candidates in options.items()}
+    return options
+
+
+def spend(options: Options, budget: int) -> CacheMap:
+    """The choice from `options`, by kind and target layer, that `choose` describes."""
+    chosen = {key: found[0] for key, found in options.items()}
     spent = sum(one.layer_map.parameters for one in chosen.values())
     if spent > budget:
         raise CalibrationError(f"the smallest maps have {spent} parameters, the budget is {budget}")
@@ -71,7 +86,7 @@ def choose(
             break
         _, key, better, cost = max(upgrades, key=lambda upgrade: upgrade[0])
         chosen[key], spent = better, spent + cost
-    layers = range(moments.shape.target_layers)
+    layers = range(len(options) // len(KINDS))
     return CacheMap(*([chosen[kind, layer].layer_map for layer in layers] for kind in KINDS))
 
 
