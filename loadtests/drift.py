@@ -110,14 +110,23 @@ async def take_turn(client: Client, talk: Talk, index: int, tokens: int) -> None
     talk.messages.append({"role": "assistant", "content": reply.text})
 
 
-async def converse(client: Client, talks: list[Talk], turns: int, tokens: int) -> None:
-    """All sessions in step; between turns the audits come to their end, as between a user's."""
+async def converse(
+    client: Client, talks: list[Talk], turns: int, tokens: int, minutes: float
+) -> int:
+    """All sessions in step; between turns the audits come to their end, as between a user's.
+
+    Returns how many turns there were time for.
+    """
+    until = time.monotonic() + minutes * 60
     for index in range(turns):
+        if time.monotonic() > until:
+            return index
         await asyncio.gather(*(take_turn(client, talk, index, tokens) for talk in talks))
         for talk in talks:
             if talk.arm == REANCHORED:
                 await client.audits_done(talk.session)
         print(f"turn {index + 1}/{turns}", flush=True)
+    return turns
 
 
 def summarise(talks: list[Talk], turns: int) -> dict[str, Any]:
@@ -205,7 +214,7 @@ async def measure(stack: Any, options: argparse.Namespace, turns: int) -> dict[s
     client = Client(stack)
     began = time.monotonic()
     try:
-        await converse(client, talks, turns, options.tokens)
+        turns = await converse(client, talks, turns, options.tokens, options.minutes)
     finally:
         await client.close()
     return {

@@ -140,7 +140,8 @@ async def run(stack: LocalStack, options: argparse.Namespace) -> dict[str, Any]:
             texts = _texts(options.passages)
             slots, answers = asyncio.Semaphore(_AT_ONCE), []
             began = time.monotonic()
-            while sum(len(estimates) for estimates, _ in answers) < wanted:
+            until = began + options.minutes * 60
+            while sum(len(e) for e, _ in answers) < wanted and time.monotonic() < until:
                 batch = [next(texts) for _ in range(_AT_ONCE)]
                 answers += await asyncio.gather(
                     *(one(client, stack, direct, text, temperature, slots) for text in batch)
@@ -195,6 +196,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=3000, help="at temperature 1, at least")
     parser.add_argument("--greedy-tokens", type=int, default=1000)
+    parser.add_argument("--minutes", type=float, default=10, help="of each part, at most")
     parser.add_argument(
         "--passages", type=Path, help='.jsonl of {"story", "turns": [{"question"}]}'
     )
