@@ -2,7 +2,7 @@
 
     python -m loadtests.drift --turns 10 20 --out build/drift
 
-Passage question answering, greedy, in sessions that go up, go down half-way, or change model
+Passage question answering, greedy, in sessions that go up once, go down once, or change model
 at every turn. Each pattern runs three times on the same passages: on mapped KV that is never
 repaired, on mapped KV that audits re-anchor, and natively. After each turn its answer is
 scored on the KV that it was generated on and on a native prefill under a salt of its own;
@@ -41,6 +41,7 @@ SETTINGS = {
 }
 _PLAIN = {"kind": "pinned", "tier": "large"}
 LAST = 5
+_SWITCH_AT = 0.4
 
 
 @dataclass
@@ -73,10 +74,11 @@ class Talk:
         self.session = fresh(f"{self.arm}-{self.pattern}-{self.number}")
 
     def tier(self, index: int) -> str:
-        half = index >= len(self.questions) // 2
+        # Before the middle, so that the last turns are those after the switch.
+        switched = index >= int(_SWITCH_AT * len(self.questions))
         return {
-            "up": "large" if half else "small",
-            "down": "small" if half else "large",
+            "up": "large" if switched else "small",
+            "down": "small" if switched else "large",
             "alternating": ("small", "large")[index % 2],
         }[self.pattern]
 

@@ -70,6 +70,7 @@ class Client:
 
     def __init__(self, stack: LocalStack) -> None:
         self.gateway = stack.config.url("gateway")
+        self._urls = {tier: stack.config.url(tier) for tier in stack.config.models}
         self.http = httpx.AsyncClient(timeout=600)
         pool, timeouts = settings.Pool(), settings.Timeouts()
         self.workers = {
@@ -102,8 +103,7 @@ class Client:
             "model": model_name(tier), "messages": messages, "max_tokens": tokens,
             "temperature": 0, "cache_salt": salt,
         }  # fmt: skip
-        url = f"{self.workers[tier].client.base_url}v1/chat/completions"
-        return await self._stream(url, body, {})
+        return await self._stream(f"{self._urls[tier]}/v1/chat/completions", body, {})
 
     async def session(self, id: str) -> dict[str, Any]:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
