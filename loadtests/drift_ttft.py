@@ -75,7 +75,7 @@ async def run(stack: Any, options: argparse.Namespace) -> dict[str, Any]:
         await asyncio.gather(*users)
 
     try:
-        await one_block(UNAUDITED, 10, warm)
+        await one_block(UNAUDITED, min(10.0, block), warm)
         for number in range(options.blocks):
             # ABBA, so that a machine that grows slower favours neither.
             policy = (AUDITED, UNAUDITED, UNAUDITED, AUDITED)[number % 4]
