@@ -102,7 +102,9 @@ class Adaptive(Policy):
             reason=reason,
             kv=self._kv(tier, task, session, economics),
             task=task,
-            cascade=self._cascade(weighed, turn, task, session, economics) if judged else None,
+            cascade=self._cascade(gain, weighed, turn, task, session, economics)
+            if judged
+            else None,
             memory=wish.memory,
             escalated_memory=self.stability.escalated(session) if judged else None,
             scores={
@@ -143,6 +145,7 @@ class Adaptive(Policy):
 
     def _cascade(
         self,
+        gain: float,
         weighed: Weighed | None,
         turn: Turn,
         task: Task,
@@ -156,4 +159,5 @@ class Adaptive(Policy):
                 answered = min(1.0, self.cascade.tokens / self.switching.answer_length(turn))
             threshold = min(1.0, max(threshold, weighed.bar_after(answered)))
         kv = self._kv("large", task, session, economics)
-        return self.cascade.model_copy(update={"threshold": threshold, "kv": kv})
+        prior = gain if self.classifier is not None or turn.gain is not None else None
+        return self.cascade.model_copy(update={"threshold": threshold, "kv": kv, "prior": prior})

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from policies.base import Decision
 
 SIGNALS = ("low_logprob", "mean_logprob", "margin", "tokens", "self_check")
+# What a learned score may read beside them: the gain that was expected before the answer.
+PRIOR = "prior"
 Signal = Literal["low_logprob", "mean_logprob", "margin", "tokens", "self_check"]
 
 
@@ -65,6 +68,8 @@ class Cascade(BaseModel):
     # A JSON file beside the policy, or the model itself.
     score: Model | None = None
     threshold: float = Field(default=0.0, ge=-1, le=1)
+    # The classifier's gain for the turn at hand; set by the policy, not in files.
+    prior: float | None = Field(default=None, ge=-1, le=1)
     # How the large tier gets the prompt's KV when the judgement is to escalate.
     kv: Literal["map", "native", "hybrid"] = "map"
 
@@ -74,9 +79,9 @@ class Cascade(BaseModel):
             raise ValueError("set at least one of below, above and score")
         if self.self_check and self.mode == "early":
             raise ValueError("self_check needs mode: buffer, since it judges a whole answer")
-        if self.score is not None and (unknown := set(self.score.weights) - set(SIGNALS)):
+        if self.score is not None and (unknown := set(self.score.weights) - {*SIGNALS, PRIOR}):
             raise ValueError(
-                f"score.weights: {', '.join(sorted(unknown))}: allowed are {', '.join(SIGNALS)}"
+                f"score.weights: {', '.join(sorted(unknown))}: allowed are {', '.join((*SIGNALS, PRIOR))}"
             )
         return self
 
@@ -84,8 +89,8 @@ class Cascade(BaseModel):
         """Pure: the same signals give the same verdict. An unmeasured signal never escalates."""
         values = {name: getattr(signals, name) for name in SIGNALS}
         gain = None
-        measured = {name: value for name, value in values.items() if value is not None}
-        if self.score is not None and len(measured) > 1:
+        measured = score_features(values, self.prior)
+        if self.score is not None and any(name in self.score.weights for name in measured):
             gain = self.score.gain(measured)
         for bounds, sign in ((self.below, 1), (self.above, -1)):
             for name, bound in bounds.items():
@@ -94,6 +99,17 @@ class Cascade(BaseModel):
         if gain is not None and gain > self.threshold:
             return Verdict(escalate=True, reason="score", gain=gain)
         return Verdict(escalate=False, reason="confident", gain=gain)
+
+
+def score_features(values: Mapping[str, float | None], prior: float | None) -> dict[str, float]:
+    """What a learned score reads: the measured signals, lengths and margins as logarithms."""
+    found = {name: value for name, value in values.items() if value is not None}
+    for name in ("tokens", "margin"):
+        if name in found:
+            found[name] = math.log1p(max(0.0, found[name]))
+    if found and prior is not None:
+        found[PRIOR] = prior
+    return found
 
 
 def signals(

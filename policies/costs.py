@@ -118,13 +118,15 @@ class Switching(Frozen):
         rest = uncached - taken
         prefill = rest * prompt_price + max(0.0, prompt - rest) * cached_price
         seconds = (1 - share) * prefill_seconds + map_seconds
+        # A tier that goes on with mapped KV answers from it as one does that begins to.
+        inexact = 1.0 if stays and session.lossy and kv != "native" else share
         answer = self.answer_length(turn)
         token_seconds = _first(live.decode_token_seconds, 1 / costs.decode_tokens_per_second)
         token_price = _first(live.completion_price, costs.completion_price) / 1e6
         return Cost(
             decode=answer * (token_price + token_seconds * self.second_price),
             prefill=prefill / 1e6 + seconds * self.second_price,
-            penalty=self.value * share * choice.loss(task, session, live),
+            penalty=self.value * inexact * choice.loss(task, session, live),
         )
 
     def answer_length(self, turn: Turn) -> int:

@@ -37,7 +37,8 @@ def features(turn: Turn) -> dict[str, float]:
         "question": float(text.rstrip().endswith("?")),
         "lines": math.log1p(text.count("\n")),
         "turn": math.log1p(turn.number),
-        "prompt": math.log1p(turn.prompt_chars),
+        # Beside the message itself, so that it is nothing in a conversation of one turn.
+        "context": math.log1p(max(0, turn.prompt_chars - len(turn.text))),
         "earlier": math.log1p(sum(map(len, turn.earlier))),
         "tools": float(turn.has_tools),
         "schema": float(turn.has_schema),

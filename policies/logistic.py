@@ -48,7 +48,7 @@ class Calibrated(BaseModel):
             if name not in features:
                 z += weights.get(name, 0.0) * value
         raw = 1 / (1 + math.exp(-z)) if z > -700 else 0.0
-        return self._calibrate(raw) if self.points else raw
+        return self.calibrated(raw)
 
     def gain(self, features: Mapping[str, float]) -> float:
         """Expected quality of the large tier less the small one's, -1 to 1.
@@ -57,8 +57,11 @@ class Calibrated(BaseModel):
         """
         return 2 * self.probability(features) - 1
 
-    def _calibrate(self, raw: float) -> float:
+    def calibrated(self, raw: float) -> float:
+        """A raw probability through the calibration curve."""
         points = self.points
+        if not points:
+            return raw
         place = bisect_right(points, raw, key=lambda point: point[0])
         if place == 0:
             return points[0][1]

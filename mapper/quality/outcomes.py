@@ -30,8 +30,8 @@ class Answer:
     """One model's answer: right (1) or wrong (0), and its tokens' log-probabilities (nats).
 
     `soft` is the probability that the model gives to the right option among all. `margin`
-    is the distance from the answer to the runner-up in nats: of options, by the measure
-    that they are compared with; of a generated word, the mean over its tokens.
+    is the distance from the answer to the runner-up, in nats a token of the answer: the
+    runner-up is another option, or for a generated word each token's second likeliest.
     """
 
     quality: float
@@ -84,17 +84,15 @@ class Answerer:
             found = _chosen(self._logprobs(hidden[rows]), option)
             # With a suffix it alone is compared: the options differ in how likely they are.
             scored.append(found[len(head) :] if tails else found)
-        values = [
-            sum(one) / (len(option) if per_character else 1)
-            for one, option in zip(scored, question.options, strict=True)
-        ]
+        weights = [len(option) if per_character else 1 for option in question.options]
+        values = [sum(one) / weight for one, weight in zip(scored, weights, strict=True)]
         ordered = sorted(values, reverse=True)
         best = values.index(ordered[0])
         return Answer(
             quality=float(best == question.label),
             soft=_softmax([sum(one) for one in scored])[question.label],
             logprobs=scored[best],
-            margin=ordered[0] - ordered[1],
+            margin=(ordered[0] - ordered[1]) * weights[best] / len(scored[best]),
             prompt_logprob=self._mean_logprob(hidden, prompt),
         )
 

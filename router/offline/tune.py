@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import policies
-from policies.cascade import SIGNALS
+from policies.cascade import SIGNALS, score_features
 from policies.features import features
 from policies.logistic import Calibrated
 from router.offline import curves, edit, fit, guarantee, report
@@ -151,29 +151,34 @@ def as_outcomes(items: list[Item]) -> Outcomes:
 def learned(
     train: list[Item], calibrate: list[Item], test: list[Item], prompt_logprob: bool
 ) -> list[Score]:
-    scores = [_classifier("classifier", train, calibrate, test, False)]
+    """Classifiers from the turn alone, and a cascade from the small model's answer."""
+    parts = (train, calibrate, test)
+    made = [_classifier("classifier", parts, prompt_logprob=False)]
     if _mostly(train, lambda item: item.prompt_logprob):
-        name = "classifier with prompt log-probability"
-        scores.append(_classifier(name, train, calibrate, test, True))
+        made.append(_classifier("classifier with prompt log-probability", parts, True))
     elif prompt_logprob:
         raise RecordError("prompt_logprob: too few turns have it for a classifier to use it")
-    scores[-1 if prompt_logprob else 0].key = "classifier"
+    scores = [score for score, _ in made]
+    classifier, unseen = made[-1 if prompt_logprob else 0]
+    classifier.key = "classifier"
     names = [n for n in SIGNALS if _mostly(train, lambda item, n=n: item.signals.get(n))]
     if names:
-        scores.append(_cascade(names, train, calibrate, test))
+        prior = (unseen, classifier.calibrate, classifier.test)
+        scores.append(_cascade(names, parts, prior))
     return scores
 
 
 def _classifier(
-    name: str, train: list[Item], calibrate: list[Item], test: list[Item], prompt_logprob: bool
-) -> Score:
-    rows = [[_features(item, prompt_logprob) for item in part] for part in (train, calibrate, test)]
-    known = [item.prompt_logprob for item in train if item.prompt_logprob is not None]
+    name: str, parts: tuple[list[Item], ...], prompt_logprob: bool
+) -> tuple[Score, np.ndarray]:
+    """The score, and its gains for the training turns by models that had not seen them."""
+    rows = [[_features(item, prompt_logprob) for item in part] for part in parts]
+    known = [item.prompt_logprob for item in parts[0] if item.prompt_logprob is not None]
     fill = {"prompt_logprob": float(np.mean(known))} if prompt_logprob else {}
-    outcomes = as_outcomes(train)
-    model, training = fit.fit(rows[0], outcomes.gap, outcomes.session, fill)
+    outcomes = as_outcomes(parts[0])
+    model, unseen, training = fit.fit(rows[0], outcomes.gap, outcomes.session, fill)
     values = [np.array([model.gain(row) for row in part]) for part in rows[1:]]
-    return Score(name, *values, model, training)
+    return Score(name, *values, model, training), unseen
 
 
 def _features(item: Item, prompt_logprob: bool) -> dict[str, float]:
@@ -183,16 +188,32 @@ def _features(item: Item, prompt_logprob: bool) -> dict[str, float]:
     return features(turn)
 
 
-def _cascade(names: list[str], train: list[Item], calibrate: list[Item], test: list[Item]) -> Score:
-    rows = [
-        [{n: v for n in names if (v := item.signals.get(n)) is not None} for item in part]
-        for part in (train, calibrate, test)
-    ]
-    fill = {n: float(np.median([row[n] for row in rows[0] if n in row])) for n in names}
-    outcomes = as_outcomes(train)
-    model, training = fit.fit(rows[0], outcomes.gap, outcomes.session, fill)
-    values = [np.array([model.gain(row) for row in part]) for part in rows[1:]]
-    return Score("cascade", *values, model, {**training, "signals": names}, True, "cascade")
+def _cascade(
+    names: list[str], parts: tuple[list[Item], ...], prior: tuple[np.ndarray, ...]
+) -> Score:
+    """The inputs that tell most of training turns left out: one signal or all, with or
+    without the classifier's gain."""
+    outcomes = as_outcomes(parts[0])
+    nothing = [np.full(len(part), None) for part in parts]
+    best: tuple[float, Score] | None = None
+    for chosen in [[one] for one in names] + ([names] if len(names) > 1 else []):
+        for gains in (prior, nothing):
+            rows = [
+                [
+                    score_features({n: item.signals.get(n) for n in chosen}, gain)
+                    for item, gain in zip(part, of_part, strict=True)
+                ]
+                for part, of_part in zip(parts, gains, strict=True)
+            ]
+            known = {key for row in rows[0] for key in row}
+            fill = {key: float(np.median([r[key] for r in rows[0] if key in r])) for key in known}
+            model, _, training = fit.fit(rows[0], outcomes.gap, outcomes.session, fill)
+            loss = min(training["log_loss_left_out"].values())
+            if best is None or loss < best[0]:
+                values = [np.array([model.gain(row) for row in part]) for part in rows[1:]]
+                training["inputs"] = sorted(known)
+                best = loss, Score("cascade", *values, model, training, True, "cascade")
+    return best[1]
 
 
 def _single(calibrate: list[Item], test: list[Item]) -> list[Score]:

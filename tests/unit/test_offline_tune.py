@@ -97,26 +97,29 @@ def test_a_fit_finds_what_the_words_tell():
     made = [Item.model_validate(row) for row in items()]
     gap = np.array([item.gap for item in made])
     sessions = np.arange(len(made)) // 3
-    model, training = fit.fit([features(item.as_turn()) for item in made], gap, sessions)
+    model, unseen, training = fit.fit([features(item.as_turn()) for item in made], gap, sessions)
     assert training["calibration"] == "platt"
     hard = model.gain(features(made[0].model_copy(update={"text": "alpha beta gamma"}).as_turn()))
     easy = model.gain(features(made[0].model_copy(update={"text": "eta iota kappa"}).as_turn()))
     assert hard > 0.2 > easy + 0.1
-    again, _ = fit.fit([features(item.as_turn()) for item in made], gap, sessions)
+    again, *_ = fit.fit([features(item.as_turn()) for item in made], gap, sessions)
     assert again == model
+    # What models say of turns that they have not seen tells something, but less.
+    seen = np.array([model.gain(features(item.as_turn())) for item in made])
+    assert np.corrcoef(seen, gap)[0, 1] > np.corrcoef(unseen, gap)[0, 1] > 0.15
 
 
 def test_noise_is_fitted_to_nearly_nothing():
     rng = np.random.default_rng(0)
     rows = [{f"h{i}": 1.0 for i in rng.integers(0, 300, 12)} for _ in range(300)]
     gap = rng.integers(-1, 2, 300).astype(float)
-    model, _ = fit.fit(rows, gap, np.arange(300))
+    model, *_ = fit.fit(rows, gap, np.arange(300))
     assert max(abs(model.gain(row)) for row in rows) < 0.35
 
 
 def test_features_that_never_vary_do_not_speak():
     rows = [{"turn": 0.7, "x": float(i % 2)} for i in range(60)]
-    model, _ = fit.fit(rows, np.array([1.0, -1.0] * 30), np.arange(60))
+    model, *_ = fit.fit(rows, np.array([1.0, -1.0] * 30), np.arange(60))
     assert "turn" not in model.weights and "x" in model.weights
 
 

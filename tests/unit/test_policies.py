@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 import policies
 from policies import Decision, Economics, PolicyError, SessionView, Turn
+from policies.check import check
 
 PRESETS = Path(policies.__file__).parent / "presets"
 
@@ -35,8 +36,11 @@ def test_pinned():
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.glob("*.yaml")), ids=lambda path: path.stem)
-def test_presets_load(preset):
-    assert decide(policies.from_file(preset), 1).tier in ("small", "large")
+def test_presets_are_short_and_do_what_their_probes_say(preset):
+    policy = policies.from_file(preset)
+    assert decide(policy, 1).tier in ("small", "large")
+    assert len(preset.read_text().splitlines()) < 40
+    assert [one.differences for one in check(policy) if one.differences] == []
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
@@ -189,6 +190,17 @@ def test_the_formula_figure_by_figure():
     assert scores["bar"] == pytest.approx(total / 0.02)
 
 
+def test_going_on_with_mapped_kv_has_its_penalty():
+    policy = adaptive(threshold=None, switching=SWITCHING, kv={"retention": {"chat": 0.9}})
+    exact, lossy = (
+        decide(policy, EASY, SessionView(tier="large", stay=3, lossy=lossy)).scores
+        for lossy in (False, True)
+    )
+    assert exact["extra_penalty"] == 0
+    assert lossy["extra_penalty"] == pytest.approx(0.02 * 0.1)
+    assert lossy["bar"] == pytest.approx(exact["bar"] + 0.1)
+
+
 def test_cascade_follows_small_turns_only():
     policy = adaptive(
         cascade={"below": {"low_logprob": -2}},
@@ -228,6 +240,23 @@ def test_a_learned_cascade_takes_its_bar_from_the_economics():
     )
     assert (unsure.escalate, unsure.reason, sure.escalate) == (True, "score", False)
     assert unsure.gain > pending.cascade.threshold > sure.gain
+
+
+def test_a_cascade_knows_what_was_expected_before_the_answer():
+    score = {"weights": {"prior": 3.0, "margin": -1.0}, "fill": {"prior": 0.0}}
+    policy = adaptive(
+        cascade={"score": score, "threshold": 0.1},
+        classifier={"model": {"weights": {"chars": 0.05}, "bias": -0.1}},
+        threshold=0.9,
+    )
+    verdicts = []
+    for text in ("hi", EASY * 9):
+        pending = decide(policy, text)
+        assert pending.cascade.prior == pending.scores["gain"]
+        verdicts.append(pending.cascade.judge(Signals(tokens=4, margin=0.2)).gain)
+    assert verdicts[0] < verdicts[1]
+    z = 3 * pending.cascade.prior - math.log1p(0.2)
+    assert verdicts[1] == pytest.approx(2 / (1 + math.exp(-z)) - 1)
 
 
 # Properties

@@ -54,7 +54,9 @@ def test_options_are_scored_as_one_by_one(folders, data):
     best = max(range(3), key=values.__getitem__)
     assert answer.quality == float(best == question.label)
     assert answer.logprobs == pytest.approx(alone[best], abs=1e-4)
-    assert answer.margin == pytest.approx(values[best] - sorted(values)[-2], abs=1e-4)
+    per_token = len(question.options[best]) / len(alone[best])
+    margin = (values[best] - sorted(values)[-2]) * per_token
+    assert answer.margin == pytest.approx(margin, abs=1e-4)
     total = math.log(sum(math.exp(sum(one)) for one in alone))
     assert answer.soft == pytest.approx(math.exp(sum(alone[question.label]) - total), abs=1e-4)
 
@@ -68,7 +70,8 @@ def test_with_a_suffix_it_alone_is_compared(folders, data):
         sum(plain(answerer, question.prompt + option, question.suffix))
         for option in question.options
     ]
-    assert answer.margin == pytest.approx(abs(alone[0] - alone[1]), abs=1e-3)
+    tokens = len(answerer._encode(question.suffix))
+    assert answer.margin == pytest.approx(abs(alone[0] - alone[1]) / tokens, abs=1e-3)
     assert answer.quality == float(alone[1] > alone[0])
 
 
