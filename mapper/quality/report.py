@@ -18,10 +18,9 @@ def announce(parts: Sequence[Part], minutes: float) -> None:
     """How much will be measured, and how long that takes, before it is begun."""
     table = Table("part", "there", "measured", "s each", "minutes")
     for part in parts:
-        share = part.fitting * part.seconds / 60
-        cells = str(part.items), str(part.fitting), f"{part.seconds:.1f}", f"{share:.1f}"
+        cells = str(part.items), str(part.fitting), f"{part.seconds:.1f}", f"{part.total / 60:.1f}"
         table.add_row(part.name, *cells)
-    total = sum(part.fitting * part.seconds for part in parts) / 60
+    total = sum(part.total for part in parts) / 60
     bound = f"the limit is {minutes:g}" if minutes else "no limit"
     console.print(table)
     console.print(f"about {total:.0f} minutes ({bound})")

@@ -16,10 +16,12 @@ from mapper.quality.settings import TAILS, Settings
 from mapper.quality.tasks import Task
 
 # A part may overrun its own estimate by this factor before it is ended early.
-SLACK = 1.3
+SLACK = 1.5
 # Floors and controls are measured on this share of the conversations and questions, and on
 # this many at least: they are far from everything else.
-EXTRAS_SHARE, FEWEST_EXTRAS = 0.2, 6
+EXTRAS_SHARE, FEWEST_EXTRAS = 0.2, 4
+# Every class of answers rests on the KL of dialogues, and it takes few of them to be precise.
+DIALOGUE_SHARE = 0.35
 # Seconds for loading, layer figures, plots.
 OVERHEAD = 45.0
 _PROBE_TOKENS = 128
@@ -58,12 +60,20 @@ class Pace:
 
 @dataclass
 class Part:
-    """One part of a run: at most `items` items of `seconds` each, of which `fitting` are done."""
+    """One part of a run: at most `items` items of `seconds` each, of which `fitting` are done.
+
+    `once`: seconds that it costs whatever the number of items.
+    """
 
     name: str
     items: int
     seconds: float
+    once: float = 0.0
     fitting: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.once + self.fitting * self.seconds
 
 
 def plan(
@@ -79,7 +89,8 @@ def plan(
     """
     pace = Pace.measure(reader)
     # A long run's share of the arms that only some items are put to.
-    rows = 1 + variants + EXTRAS_SHARE * (len(reader.arms) - 1 - variants)
+    others = len(reader.arms) - 1 - variants
+    rows = 1 + variants + EXTRAS_SHARE * others
     prompt = sum(talk.prompt for talk in talks) / len(talks)
     answer = sum(len(talk.ids) - talk.prompt for talk in talks) / len(talks)
     continued = answer * rows + variants * (settings.tail + answer)
@@ -94,8 +105,11 @@ def plan(
         seconds += (settings.tail + options) * pace.target * rows
         if task.format.generates:
             seconds += task.format.answer_tokens * pace.step
-        parts.append(Part(task.name, len(made), seconds))
-    fit(parts, 60 * settings.minutes - OVERHEAD if settings.minutes else float("inf"))
+        # The worked examples, twice on the target for the splice, and the arms of a few items.
+        once = _shared(made) * (pace.source + 2 * pace.target + pace.convert)
+        once += FEWEST_EXTRAS * (settings.tail + options) * pace.target * others
+        parts.append(Part(task.name, len(made), seconds, once))
+    share(parts, 60 * settings.minutes - OVERHEAD if settings.minutes else float("inf"))
     return parts
 
 
@@ -104,17 +118,25 @@ def extras(items: int) -> int:
     return max(FEWEST_EXTRAS, round(EXTRAS_SHARE * items))
 
 
+def share(parts: Sequence[Part], budget: float) -> None:
+    """Dialogues come first: they may have `DIALOGUE_SHARE` of the time, the tasks get the rest."""
+    dialogues, *tasks = parts
+    fit([dialogues], budget * (DIALOGUE_SHARE if tasks else 1))
+    fit(tasks, budget - dialogues.total)
+
+
 def fit(parts: Sequence[Part], budget: float) -> None:
     """Sets how many items of each part fit into `budget` seconds, all reduced by one factor."""
     total = sum(part.items * part.seconds for part in parts)
-    factor = min(1.0, budget / total) if total else 1.0
+    left = max(0.0, budget - sum(part.once for part in parts))
+    factor = min(1.0, left / total) if total else 1.0
     for part in parts:
         part.fitting = max(1, int(part.items * factor))
 
 
 def stopwatch(part: Part, end: float) -> Callable[[], bool]:
     """Whether there is time for another item: neither the part nor the run is overdue."""
-    deadline = min(end, time.monotonic() + SLACK * part.fitting * part.seconds + 5)
+    deadline = min(end, time.monotonic() + SLACK * part.total + 5)
     return lambda: time.monotonic() < deadline
 
 

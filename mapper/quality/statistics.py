@@ -45,7 +45,7 @@ class Scores:
 
     def add(self, weight: float, sums: Mapping[str, float]) -> None:
         """One item; arms that are missing were not judged on it."""
-        for arm in sums.keys() - self.sums.keys():
+        for arm in (arm for arm in sums if arm not in self.sums):
             self.sums[arm] = [float("nan")] * len(self.weights)
         for arm, values in self.sums.items():
             values.append(sums.get(arm, float("nan")))

@@ -8,7 +8,7 @@ import torch
 
 from mapper.quality import card
 from mapper.quality.divergence import Divergence
-from mapper.quality.schedule import Part, fit, stopwatch
+from mapper.quality.schedule import Part, fit, share, stopwatch
 from mapper.quality.statistics import Scores, compare, pooled_retention
 
 
@@ -144,7 +144,31 @@ def test_all_parts_shrink_alike_to_fit_the_time() -> None:
     assert [part.fitting for part in parts] == [100, 10, 2]
 
 
+def test_dialogues_come_first() -> None:
+    parts = [Part("dialogues", 40, 10.0), Part("a", 100, 1.0), Part("b", 100, 3.0)]
+    share(parts, 300)
+    assert [part.fitting for part in parts] == [10, 50, 50]
+    share(parts[:1], 300)
+    assert parts[0].fitting == 30
+    share(parts, float("inf"))
+    assert [part.fitting for part in parts] == [40, 100, 100]
+
+
+def test_what_a_part_costs_once_is_set_aside() -> None:
+    parts = [Part("a", 10, 1.0, once=20.0), Part("b", 10, 1.0)]
+    fit(parts, 30)
+    assert [part.fitting for part in parts] == [5, 5]
+    assert parts[0].total == 25
+    fit(parts, 5)
+    assert [part.fitting for part in parts] == [1, 1]
+
+
 def test_a_part_ends_with_the_run() -> None:
     part = Part("a", 10, 1000.0, fitting=10)
     assert not stopwatch(part, end=0.0)()
     assert stopwatch(part, end=float("inf"))()
+
+
+def test_arms_are_reported_in_the_order_they_were_judged() -> None:
+    scores = accuracies(native=[1], zero=[0], source=[1], mapped=[1], another=[0])
+    assert list(scores.sums) == ["native", "zero", "source", "mapped", "another"]
