@@ -337,7 +337,7 @@ class LineageMachine(RuleBasedStateMachine):
         assert len({(t.number, t.at) for t in session.timeline}) == len(session.timeline)
 
 
-LineageMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+LineageMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 TestLineageMachine = LineageMachine.TestCase
 
 
