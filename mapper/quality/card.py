@@ -48,7 +48,7 @@ def _arms(scores: Scores, result: TaskResult | None = None) -> dict[str, Any]:
     figures = {}
     for arm in scores.sums:
         one = compare(scores, arm, native=NATIVE, source=SOURCE, zero=ZERO)
-        if result is not None and one["items"]:
+        if result is not None and one["items"] and not scores.log:
             judged = result.same.judged(arm)
             one["same_as_native"] = float(result.same.means(arm, judged[None])[0])
             if result.task.format.generates:

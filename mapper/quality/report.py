@@ -86,7 +86,7 @@ def _task(name: str, task: dict[str, Any], tail: int) -> None:
             _interval(one["retention"]["interval"], 2),
             _number((one["floor_normalised"] or {}).get("value")),
             _number((one["share_of_gap"] or {}).get("value")),
-            f"{one['same_as_native']:.2f}",
+            _number(one.get("same_as_native"), 2),
         )
     console.print(table)
     arm = next(iter(task["arms"].values()), {})
