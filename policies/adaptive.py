@@ -100,7 +100,7 @@ class Adaptive(Policy):
             tier=tier,
             stage=stage,
             reason=reason,
-            kv=self._kv(tier, task, session, economics),
+            kv=weighed.kv[tier] if weighed else self._kv(tier, task, session, economics),
             task=task,
             cascade=self._cascade(gain, weighed, turn, task, session, economics)
             if judged
@@ -158,6 +158,6 @@ class Adaptive(Policy):
             if self.cascade.mode == "early":
                 answered = min(1.0, self.cascade.tokens / self.switching.answer_length(turn))
             threshold = min(1.0, max(threshold, weighed.bar_after(answered)))
-        kv = self._kv("large", task, session, economics)
+        kv = weighed.kv["large"] if weighed else self._kv("large", task, session, economics)
         prior = gain if self.classifier is not None or turn.gain is not None else None
         return self.cascade.model_copy(update={"threshold": threshold, "kv": kv, "prior": prior})

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pydantic import Field
 
-from policies.base import Economics, Frozen, Kv, SessionView, Task, Tier, TierEconomics, Turn
+from policies.base import TIERS, Economics, Frozen, Kv, SessionView, Task, Tier, TierEconomics, Turn
 from policies.kv import KvChoice
 
 # For prompts that nobody has counted yet.
@@ -44,6 +44,8 @@ class Weighed(NamedTuple):
     small: Cost
     large: Cost
     value: float
+    # How each tier would best answer: as the rules say, or natively where that is cheaper.
+    kv: dict[Tier, Kv]
 
     @property
     def bar(self) -> float:
@@ -85,10 +87,17 @@ class Switching(Frozen):
         The tier that has the session pays no prefill of the conversation, the other one pays
         what a map does not take over.
         """
-        small, large = (
-            self.cost(tier, turn, session, economics, task, kv) for tier in ("small", "large")
-        )
-        return Weighed(small, large, self.value)
+        kvs: dict[Tier, Kv] = {}
+        costs: dict[Tier, Cost] = {}
+        for tier in TIERS:
+            wanted, _ = kv.choose(task, session, economics.tiers.get(tier) or TierEconomics())
+            ways = {
+                way: self.cost(tier, turn, session, economics, task, kv, way)
+                for way in dict.fromkeys((wanted, "native"))
+            }
+            kvs[tier] = min(ways, key=lambda way, ways=ways: ways[way].total)
+            costs[tier] = ways[kvs[tier]]
+        return Weighed(costs["small"], costs["large"], self.value, kvs)
 
     def cost(
         self,
@@ -98,10 +107,10 @@ class Switching(Frozen):
         economics: Economics,
         task: Task,
         choice: KvChoice,
+        kv: Kv,
     ) -> Cost:
         costs: TierCosts = getattr(self, tier)
         live = economics.tiers.get(tier) or TierEconomics()
-        kv, _ = choice.choose(task, session, live)
         prompt = prompt_tokens(turn)
         stays = session.tier == tier
         uncached = _uncached(live, turn, session, stays, kv)

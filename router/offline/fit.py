@@ -41,6 +41,8 @@ def fit(
     x = vectorizer.fit_transform([{**(fill or {}), **row} for row in rows]).tocsc()
     names = vectorizer.get_feature_names_out()
     centre, scale, useful = _scaling(x, names)
+    if not len(useful):
+        return _constant(gap)
     x, names, centre, scale = x[:, useful], names[useful], centre[useful], scale[useful]
     x = (x - csr_matrix(np.ones((x.shape[0], 1)) @ centre[None])).multiply(1 / scale).tocsr()
     strength, left_out, losses = _choose(x, gap, sessions)
@@ -70,6 +72,15 @@ def fit(
             "calibration": "isotonic" if points else "platt",
         },
     )
+
+
+def _constant(gap: np.ndarray) -> tuple[Calibrated, np.ndarray, dict]:
+    """Nothing varies: the mean gap for everybody."""
+    mean = float(np.clip((1 + gap.mean()) / 2, 1e-6, 1 - 1e-6))
+    loss = -(mean * np.log(mean) + (1 - mean) * np.log(1 - mean))
+    fitted = Calibrated(bias=float(np.log(mean / (1 - mean))), weights={})
+    info = {"turns": len(gap), "features": 0, "log_loss_left_out": {"none": float(loss)}}
+    return fitted, np.full(len(gap), 2 * mean - 1), info
 
 
 def _scaling(x: csc_matrix, names: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -121,6 +121,8 @@ def test_features_that_never_vary_do_not_speak():
     rows = [{"turn": 0.7, "x": float(i % 2)} for i in range(60)]
     model, *_ = fit.fit(rows, np.array([1.0, -1.0] * 30), np.arange(60))
     assert "turn" not in model.weights and "x" in model.weights
+    constant, *_ = fit.fit([{"turn": 0.7}] * 60, np.array([1.0, 0.0] * 30), np.arange(60))
+    assert constant.gain({"turn": 9.0}) == pytest.approx(0.5)
 
 
 def write(path, rows):

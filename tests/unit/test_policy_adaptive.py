@@ -190,10 +190,24 @@ def test_the_formula_figure_by_figure():
     assert scores["bar"] == pytest.approx(total / 0.02)
 
 
+def test_a_map_that_risks_more_than_it_saves_is_not_wanted():
+    kv = {"retention": {"math": 0.5}}
+    session = SessionView(tier="small", stay=5)
+    for tokens, expected in ((300, "native"), (9000, "map")):
+        live = Economics(
+            tiers={"large": TierEconomics(uncached_tokens=tokens, mapped_share=0.9, map_seconds=1)}
+        )
+        policy = adaptive(threshold=None, switching=SWITCHING, gain={"math": 1.0}, kv=kv)
+        decision = decide(policy, HARD, session, live, prompt_tokens=tokens, max_tokens=20)
+        assert decision.kv == expected
+
+
 def test_going_on_with_mapped_kv_has_its_penalty():
     policy = adaptive(threshold=None, switching=SWITCHING, kv={"retention": {"chat": 0.9}})
     exact, lossy = (
-        decide(policy, EASY, SessionView(tier="large", stay=3, lossy=lossy)).scores
+        decide(
+            policy, EASY, SessionView(tier="large", stay=3, lossy=lossy), prompt_tokens=9000
+        ).scores
         for lossy in (False, True)
     )
     assert exact["extra_penalty"] == 0
