@@ -12,7 +12,7 @@ from router.cli import app
 runner = CliRunner()
 COMMANDS = (
     "serve", "worker", "mapper", "up", "demo", "doctor", "calibrate", "inspect", "plan", "eval",
-    "keys", "config",
+    "keys", "config", "outcomes", "tune", "replay", "policy",
 )  # fmt: skip
 
 
