@@ -8,6 +8,7 @@ from transformers import AutoTokenizer
 
 from mapper.capture.model import CapturedModel
 from mapper.errors import UnsupportedModel
+from mapper.methods.base import AffineMap, CacheMap, KVMap
 from mapper.quality import arms, reuse
 from mapper.quality.batch import CacheBatch
 from mapper.quality.reader import Reader
@@ -137,6 +138,31 @@ def test_what_prompts_share_is_computed_once_and_stays_right(models) -> None:
             assert torch.allclose(again, once, atol=1e-4)
     for again, once in zip(reader.source.read(0, 42), fresh.source.read(0, 42), strict=True):
         assert torch.allclose(again, once, atol=1e-4)
+
+
+def test_a_map_gives_a_position_the_same_whatever_was_loaded_before(models) -> None:
+    """Prompts that share a beginning: the rest is mapped at its own positions."""
+    generator = torch.Generator().manual_seed(4)
+    maps = CacheMap(
+        *(
+            [
+                AffineMap((0, 1), torch.randn(2, 16, 8, generator=generator), torch.zeros(2, 8))
+                for _ in range(3)
+            ]
+            for _ in "kv"
+        )
+    )
+    kv_map = KVMap(maps, *(model.rotary for model in models[:2]))
+    mapped = arms.Arm("mapped", "variant", lambda s: kv_map.apply(*s.source, s.positions))
+    prompt = ids(90)
+    reader = reader_of(models, mapped)
+    for tokens in (50, 90):
+        reader.load(prompt[:tokens])
+    once = kv_map.apply(
+        *(models[0].prefill(prompt).k, models[0].prefill(prompt).v), torch.arange(90)
+    )
+    for found, expected in zip(reader.batch.read(0, 90, 1), once, strict=True):
+        assert torch.allclose(found[:, 1:], expected[:, 1:], atol=1e-4)
 
 
 def test_floors_and_controls_are_what_they_say(models) -> None:
