@@ -551,7 +551,10 @@ class Threaded:
 
 
 class RawServer:
-    """Answers every connection with the same bytes, whatever they are, and closes it."""
+    """Answers every request but health checks with the same bytes and closes the connection.
+
+    `connections` are those that a turn has made: how often it was tried.
+    """
 
     def __init__(self, answer: bytes) -> None:
         self.answer = answer
@@ -571,7 +574,7 @@ class RawServer:
                 if b"/health" in request:
                     connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
                     continue
-                self.connections += 1
+                self.connections += request.startswith(b"POST")
                 connection.sendall(self.answer)
 
     def stop(self) -> None:
