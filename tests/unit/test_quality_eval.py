@@ -80,11 +80,17 @@ def test_every_arm_is_measured_on_dialogues(report) -> None:
     assert dialogues["floor: identity"]["tail 1"]["kl"] == pytest.approx(0, abs=1e-6)
     assert dialogues["floor: native splice"]["tail 1"]["kl"] == pytest.approx(0, abs=1e-4)
     assert 0 < dialogues["floor: bf16 round trip"]["tail 1"]["kl"] < 0.1
-    ours = dialogues["ridge"]["tail 1"]["kl"]
-    for control in ("raw", "zero", "random map"):
-        assert dialogues[f"control: {control}"]["tail 1"]["kl"] > ours
-    assert dialogues["published: position 0 mapped, absolute ridge"]["tail 1"]["kl"] > ours
-    assert dialogues["source alone"]["tail 1"]["kl"] > ours
+    # Random models cannot be mapped onto each other: all but the floors are far from native.
+    for name in (
+        "ridge",
+        "control: raw",
+        "control: zero",
+        "control: wrong document",
+        "control: random map",
+        "published: position 0 mapped, absolute ridge",
+        "source alone",
+    ):
+        assert dialogues[name]["tail 1"]["kl"] > 1, name
     assert "layers: " in report["left_out"]["selective layer reuse"]
 
 
@@ -108,8 +114,11 @@ def test_every_task_has_native_source_variants_and_controls(report) -> None:
         assert task["shortest_prompt"] >= 512
         # Of a likelihood there is no same or other answer.
         assert arms["native"].get("same_as_native") == (None if name == "perplexity" else 1.0)
-        if arms["native"]["retention"]["value"] is not None:
-            assert arms["floor: identity"]["retention"]["value"] == pytest.approx(1, abs=1e-4)
+        identity = arms["floor: identity"]
+        if name == "perplexity":
+            assert identity["retention"]["value"] == pytest.approx(1, abs=1e-4)
+        else:
+            assert identity["same_as_native"] == 1.0
     assert report["tasks"]["perplexity"]["arms"]["local"]["score"]["value"] < 0
     assert report["tasks"]["squad"]["arms"]["local"]["cut"] <= report["tasks"]["squad"]["items"]
     # The sixth turns come too early for a long prompt, and stand apart.
