@@ -239,6 +239,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, nargs="+", default=[10, 20], help="of a session")
     parser.add_argument("--sessions", type=int, default=1, help="of each pattern and arm")
     parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=list(PATTERNS))
+    parser.add_argument("--minutes", type=float, default=10, help="of each length, at most")
     parser.add_argument("--tokens", type=int, default=16, help="of an answer, at most")
     parser.add_argument(
         "--passages", type=Path, help='.jsonl of {"story", "turns": [{"question"}]}'
