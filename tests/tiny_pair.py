@@ -16,7 +16,8 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, layers: int, seed: int) -> Path:
+def write_model(folder: Path, layers: int, seed: int, spread: float = 0.4) -> Path:
+    """`spread` is the weights': with the usual 0.02 a random model hardly looks at its context."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=100,
@@ -27,8 +28,7 @@ def write_model(folder: Path, layers: int, seed: int) -> Path:
         num_key_value_heads=2,
         head_dim=8,
         max_position_embeddings=4096,
-        # Large weights: with the usual ones a random model hardly looks at its context.
-        initializer_range=0.4,
+        initializer_range=spread,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     specials = ["<unk>", "<s>", "</s>", "user", "assistant", ":", "."]

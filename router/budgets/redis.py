@@ -8,10 +8,7 @@ import hashlib
 import secrets
 import time
 
-import redis.asyncio as redis
 from pydantic import ValidationError
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from policies import Spent
@@ -19,6 +16,7 @@ from router import log
 from router.budgets.base import plus, today
 from router.budgets.memory import MemoryLedger
 from router.metrics import Metrics
+from router.redis_pool import connect
 
 logger = log.get("budgets")
 _PAUSE_SECONDS = 1.0
@@ -40,17 +38,7 @@ class RedisLedger:
         self._name = secrets.token_hex(6)
         self._own = MemoryLedger()
         self._others = MemoryLedger()
-        pool = redis.BlockingConnectionPool.from_url(
-            url,
-            max_connections=_CONNECTIONS,
-            timeout=timeout,
-            password=password,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            retry=Retry(NoBackoff(), 1),
-            protocol=2,
-        )
-        self._redis = redis.Redis.from_pool(pool)
+        self._redis = connect(url, password, connections=_CONNECTIONS, timeout=timeout)
 
     async def spent(self, tenant: str) -> Spent:
         with contextlib.suppress(_Down):

@@ -9,14 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-import redis.asyncio as redis
 from pydantic import ValidationError
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, WatchError
 
 from router import log
 from router.metrics import Metrics
+from router.redis_pool import connect
 from router.sessions.base import VERSION, Change, Session, StoreDown, born
 
 T = TypeVar("T")
@@ -40,19 +38,7 @@ class RedisStore:
         self._metrics = metrics
         self._down_until = 0.0
         self._up = True
-        pool = redis.BlockingConnectionPool.from_url(
-            url,
-            # A burst waits for a connection rather than opening one for each of its turns.
-            max_connections=_CONNECTIONS,
-            timeout=timeout,
-            password=password,
-            socket_timeout=timeout,
-            socket_connect_timeout=timeout,
-            # One more try, for a pooled connection that a restarted Redis has closed.
-            retry=Retry(NoBackoff(), 1),
-            protocol=2,
-        )
-        self._redis = redis.Redis.from_pool(pool)
+        self._redis = connect(url, password, connections=_CONNECTIONS, timeout=timeout)
         metrics.store_up.set(1)
 
     async def get(self, tenant: str, id: str) -> Session | None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from mapper import calibrate
 from mapper.artifact import Artifact
@@ -24,60 +22,16 @@ from mapper.moments import Moments
 from mapper.quality import evaluate
 from mapper.store.directory import DirectoryStore
 from mapper.store.page import PageLayout, Provenance
-
-WORDS = [f"w{number}" for number in range(90)]
-TEMPLATE = (
-    "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
-    "{% if add_generation_prompt %}<s> assistant {% endif %}"
-)
-
-
-def write_model(folder, layers: int, seed: int) -> None:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
-    vocabulary = {
-        word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "user", "assistant", *WORDS])
-    }
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-
-
-def say(generator, words: int) -> str:
-    return " ".join(WORDS[i] for i in torch.randint(0, 90, (words,), generator=generator).tolist())
+from tests.tiny_pair import write_dialogues, write_model, write_prose
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
     root = tmp_path_factory.mktemp("pair")
-    write_model(root / "small", 2, 0)
-    write_model(root / "large", 3, 1)
-    generator = torch.Generator().manual_seed(0)
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": say(generator, 30)},
-                {"role": "assistant", "content": say(generator, 20)},
-            ],
-            "split": "heldout" if number % 6 == 0 else "train",
-        }
-        for number in range(60)
-    ]
-    (root / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    text = "\n\n\n".join(say(generator, 60) for _ in range(48))
-    (root / "prose.txt").write_text(text)
+    write_model(root / "small", 2, 0, spread=0.02)
+    write_model(root / "large", 3, 1, spread=0.02)
+    write_dialogues(root / "talks.jsonl")
+    write_prose(root / "prose.txt", 48)
     return root
 
 
