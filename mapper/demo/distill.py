@@ -14,9 +14,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mapper.methods.forward_kl import Candidates, forward_kl
+
 from . import texts
 from .dialogues import ANSWER
-from .divergence import Candidates, forward_kl
 from .models import build_large
 from .student import Student
 from .update import FOLDER, Recipe, load_update, save_update

@@ -19,8 +19,8 @@ from transformers import DynamicCache
 
 from mapper.capture.model import CapturedModel
 from mapper.capture.texts import Document
-from mapper.demo.divergence import forward_kl
 from mapper.methods.base import CacheMap, LayerMap, by_head, map_layers, on_norm_sphere
+from mapper.methods.forward_kl import forward_kl
 
 # Tokens after a hand-over that count: those further on hardly feel the prefix, and cost the same.
 WINDOW = 40

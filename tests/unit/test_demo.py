@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from mapper.demo import card, dialogues, evaluate, models, prompts, prune, texts, update
 from mapper.demo.distill import Trainer, Training, target_sharpness, train_step
-from mapper.demo.divergence import Candidates, forward_kl
 from mapper.demo.sampling import GROUPED_ATTENTION
 from mapper.demo.student import Student
+from mapper.methods.forward_kl import Candidates, forward_kl
 
 REMOVED = (2, 4)
 
