@@ -18,6 +18,11 @@ Tier = Literal["small", "large"]
 ALIASES = ("auto", "small", "large")
 
 
+def direction(tier: Tier) -> Literal["up", "down"]:
+    """Which way a change of model into `tier` goes, as metrics, books and drift name it."""
+    return "up" if tier == "large" else "down"
+
+
 class ConfigError(ValueError):
     """Settings that cannot be used; the message names file, key and allowed values."""
 

@@ -27,7 +27,7 @@ from router.sessions import record
 from router.sessions.base import Store, StoreDown, TurnRecord
 from router.sessions.lineage import extra_key
 from router.sessions.record import Measurement
-from router.settings import Drift
+from router.settings import Drift, direction
 from router.transfer.outcome import Outcome
 from router.workers.worker import Worker
 
@@ -52,7 +52,7 @@ class Audit:
 
     @property
     def direction(self) -> str:
-        return "up" if self.worker.tier == "large" else "down"
+        return direction(self.worker.tier)
 
 
 class Audits:

@@ -14,7 +14,7 @@ from router.metrics import Metrics
 from router.relay.parser import Usage
 from router.savings.books import Booking
 from router.sessions.base import Session, Store, TurnRecord
-from router.settings import Settings
+from router.settings import Settings, direction
 from router.transfer.client import MapperClient
 from router.transfer.outcome import Outcome
 from router.turns.incoming import Incoming
@@ -77,7 +77,7 @@ class Desk:
             completion_tokens=usage.completion_tokens,
             mapped_tokens=booking.tokens,
             seconds_saved=booking.seconds,
-            drift_expected=self._audits.expected.nats(_direction(worker)) if lossy else 0.0,
+            drift_expected=self._audits.expected.nats(direction(worker.tier)) if lossy else 0.0,
         )
 
     def follow_up(
@@ -127,7 +127,3 @@ class Desk:
         above = self._settings.ahead_above
         default = self._settings.switch_probability
         return above is not None and decision.scores.get("switch_probability", default) >= above
-
-
-def _direction(worker: Worker) -> str:
-    return "up" if worker.tier == "large" else "down"

@@ -7,7 +7,7 @@ from router.admission.gate import Gate
 from router.routing.length import held_tokens, mappable_tokens
 from router.savings.books import Books
 from router.sessions.base import Session
-from router.settings import Settings, Tier
+from router.settings import Settings, Tier, direction
 from router.transfer.plan import Transfers
 from router.turns.incoming import Subject
 from router.workers.pool import Pool
@@ -72,5 +72,5 @@ class Fleet:
         tokens = mappable_tokens(self._transfer, session, model, prompt)
         if tokens == 0:
             return 0.0, None
-        model_of = self._books.transfer("up" if tier == "large" else "down")
+        model_of = self._books.transfer(direction(tier))
         return tokens * model_of.share(), model_of.predict(tokens)

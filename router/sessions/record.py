@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from router.sessions import lineage
 from router.sessions.base import POSITIONS, TIMELINE, DriftTotals, Session, TurnRecord
+from router.settings import direction
 from router.transfer.outcome import Outcome
 
 
@@ -93,7 +94,7 @@ def audit(
     if found is not None:
         changed |= {"drift": found.per_token, "drift_first_token": found.nats[0]}
         after = lineage.measured(after, turn.epoch, found.per_token - turn.drift_expected)
-        _total(session, "up" if turn.tier == "large" else "down", found)
+        _total(session, direction(turn.tier), found)
     if anchored_tokens:
         after = lineage.reanchored(after, turn.epoch, anchored_tokens)
     session.lineages = {**session.lineages, turn.model: after}

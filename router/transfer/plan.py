@@ -17,7 +17,7 @@ from router import log
 from router.metrics import Metrics
 from router.sessions import lineage
 from router.sessions.base import Session
-from router.settings import Settings
+from router.settings import Settings, direction
 from router.transfer.client import MapperClient, Namespace, TransferAnswer, TransferRequest
 from router.transfer.outcome import Outcome
 from router.transfer.pairs import Pairs
@@ -62,9 +62,11 @@ class Transfers:
             return Outcome("none", "first_turn")
         if session.model == target.model:
             return self._stay(session, target, decision)
-        direction = "up" if target.tier == "large" else "down"
         outcome = Outcome(
-            "native", "policy", pair=f"{session.tier}->{target.tier}", direction=direction
+            "native",
+            "policy",
+            pair=f"{session.tier}->{target.tier}",
+            direction=direction(target.tier),
         )
         if decision.kv == "native":
             return outcome

@@ -15,7 +15,7 @@ from router.routing.length import mappable_tokens
 from router.savings.books import Booking
 from router.sessions import identity, record
 from router.sessions.base import Session, StoreDown
-from router.settings import Tier
+from router.settings import Tier, direction
 from router.turns.incoming import Subject
 from router.turns.leg import Leg
 
@@ -127,7 +127,7 @@ def _switch(subject: Subject, decision: Decision) -> str | None:
     session = subject.session
     if session is None or session.tier in (None, decision.tier):
         return None
-    return "up" if decision.tier == "large" else "down"
+    return direction(decision.tier)
 
 
 def _advance(
