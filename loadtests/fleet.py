@@ -17,7 +17,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from tests.fake_worker import FakeMapper, FakeWorker, PageStore, Threaded
+from tests.fakes.mapper import FakeMapper
+from tests.fakes.pages import PageStore
+from tests.fakes.server import Threaded
+from tests.fakes.worker import FakeWorker
 
 
 def main() -> None:

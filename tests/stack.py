@@ -16,7 +16,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from router import log
 from router.server.serve import Server
 from router.settings import Settings
-from tests.fake_worker import FakeMapper, FakeWorker, PageStore, Threaded
+from tests.fakes.mapper import FakeMapper
+from tests.fakes.pages import PageStore
+from tests.fakes.server import Threaded
+from tests.fakes.worker import FakeWorker
 
 _LONG = "word " * 60
 _NUMBERS = itertools.count()

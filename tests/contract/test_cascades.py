@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.fake_worker import Fault
+from tests.fakes.faults import Fault
 from tests.stack import Stack, Talk, eventually, user
 
 BODY = {"model": "auto", "messages": [user("word " * 60)]}

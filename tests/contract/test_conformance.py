@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.fake_worker import Fault
+from tests.fakes.faults import Fault
 from tests.stack import Stack, eventually, user
 
 BODY = {"model": "small", "messages": [user()]}

@@ -6,7 +6,7 @@ import time
 import httpx
 import pytest
 
-from tests.fake_worker import tokenize
+from tests.fakes.pages import tokenize
 from tests.stack import Stack, Talk, eventually
 
 ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 60.0, "audit_piece_tokens": 64}

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.fakes.pages import pages, tokenize
 from tests.stack import Stack, Talk, eventually
 
 
@@ -118,8 +119,6 @@ def test_lossy_pages_are_out_of_reach_for_everybody_else(stack):
 
 
 def exact_pages(talk):
-    from tests.fake_worker import pages, tokenize
-
     return set(pages(tokenize(talk.messages[:3])))
 
 

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from router.auth import keys
-from tests.fake_worker import Fault
+from tests.fakes.faults import Fault
 from tests.stack import Stack, Talk, eventually, user
 
 BODY = {"model": "auto", "messages": [user()]}

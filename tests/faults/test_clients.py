@@ -8,7 +8,7 @@ import time
 import httpx
 import pytest
 
-from tests.fake_worker import Fault
+from tests.fakes.faults import Fault
 from tests.stack import eventually, user
 
 BODY = {"model": "small", "messages": [user()], "stream": True}

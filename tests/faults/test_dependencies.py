@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from router.auth import keys
-from tests.fake_worker import Fault, Threaded
+from tests.fakes.faults import Fault
+from tests.fakes.server import Threaded
 from tests.redis_server import RedisServer
 from tests.stack import Talk, eventually, user
 

@@ -12,7 +12,9 @@ import httpx
 import pytest
 import yaml
 
-from tests.fake_worker import FakeWorker, Fault, Threaded
+from tests.fakes.faults import Fault
+from tests.fakes.server import Threaded
+from tests.fakes.worker import FakeWorker
 from tests.redis_server import RedisServer
 from tests.stack import events, eventually, user
 

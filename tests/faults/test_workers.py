@@ -5,7 +5,8 @@ import json
 import openai
 import pytest
 
-from tests.fake_worker import Fault, RawServer
+from tests.fakes.faults import Fault
+from tests.fakes.server import RawServer
 from tests.stack import events, eventually, user
 
 BODY = {"model": "small", "messages": [user()]}
