@@ -9,14 +9,13 @@ import time
 from limits import RateLimitItem, parse
 from limits.aio.storage import MemoryStorage, RedisStorage
 from limits.aio.strategies import SlidingWindowCounterRateLimiter
-from redis.exceptions import RedisError
 
 from router import log
 from router.errors import ApiError
 from router.metrics import Metrics
+from router.redis_pool import FailFast, RedisDown
 
 logger = log.get("admission")
-_PAUSE_SECONDS = 1.0
 
 
 class RateLimit:
@@ -26,7 +25,7 @@ class RateLimit:
         self._item: RateLimitItem = parse(rate)
         self._timeout = timeout
         self._metrics = metrics
-        self._down_until = 0.0
+        self._fail_fast = FailFast(self._failed)
         if redis_url.startswith("memory:"):
             storage = MemoryStorage()
         else:
@@ -43,18 +42,14 @@ class RateLimit:
         self._limiter = SlidingWindowCounterRateLimiter(storage)
 
     async def hit(self, tenant: str) -> None:
-        if time.monotonic() < self._down_until:
-            return
         try:
-            async with asyncio.timeout(self._timeout):
-                if await self._limiter.hit(self._item, tenant):
-                    return
-                window = await self._limiter.get_window_stats(self._item, tenant)
-        except (RedisError, OSError, TimeoutError) as error:
+            with self._fail_fast.call("rate"):
+                async with asyncio.timeout(self._timeout):
+                    if await self._limiter.hit(self._item, tenant):
+                        return
+                    window = await self._limiter.get_window_stats(self._item, tenant)
+        except RedisDown:
             # Without Redis nobody is turned away: answering goes before counting.
-            self._down_until = time.monotonic() + _PAUSE_SECONDS
-            self._metrics.store_errors.labels("rate").inc()
-            logger.warning("rate_limit_unavailable", error=type(error).__name__)
             return
         self._metrics.rejected.labels("rate").inc()
         wait = max(1, math.ceil(window.reset_time - time.time()))
@@ -64,3 +59,7 @@ class RateLimit:
             code="rate_limit_exceeded",
             headers={"retry-after": str(wait)},
         )
+
+    def _failed(self, operation: str, error: Exception) -> None:
+        self._metrics.store_errors.labels(operation).inc()
+        logger.warning("rate_limit_unavailable", error=type(error).__name__)

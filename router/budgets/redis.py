@@ -6,20 +6,17 @@ import asyncio
 import contextlib
 import hashlib
 import secrets
-import time
 
 from pydantic import ValidationError
-from redis.exceptions import RedisError
 
 from policies import Spent
 from router import log
 from router.budgets.base import plus, today
 from router.budgets.memory import MemoryLedger
 from router.metrics import Metrics
-from router.redis_pool import connect
+from router.redis_pool import FailFast, RedisDown, connect
 
 logger = log.get("budgets")
-_PAUSE_SECONDS = 1.0
 _KEEP_SECONDS = 2 * 24 * 3600
 _CONNECTIONS = 16
 
@@ -34,15 +31,17 @@ class RedisLedger:
     def __init__(self, url: str, password: str | None, timeout: float, metrics: Metrics) -> None:
         self._metrics = metrics
         self._timeout = timeout
-        self._down_until = 0.0
         self._name = secrets.token_hex(6)
         self._own = MemoryLedger()
         self._others = MemoryLedger()
+        self._fail_fast = FailFast(self._failed)
         self._redis = connect(url, password, connections=_CONNECTIONS, timeout=timeout)
 
     async def spent(self, tenant: str) -> Spent:
-        with contextlib.suppress(_Down):
-            totals = await self._call(self._redis.hgetall(_key(tenant)))
+        with contextlib.suppress(RedisDown):
+            with self._fail_fast.call("spend"):
+                async with asyncio.timeout(self._timeout):
+                    totals = await self._redis.hgetall(_key(tenant))
             others = Spent()
             for name, total in totals.items():
                 if name.decode() != self._name:
@@ -59,28 +58,16 @@ class RedisLedger:
         # puts that right.
         pipe.hset(key, self._name, total.model_dump_json())
         pipe.expire(key, _KEEP_SECONDS)
-        with contextlib.suppress(_Down):
-            await self._call(pipe.execute())
+        with contextlib.suppress(RedisDown), self._fail_fast.call("spend"):
+            async with asyncio.timeout(self._timeout):
+                await pipe.execute()
 
     async def close(self) -> None:
         await self._redis.aclose()
 
-    async def _call(self, call):  # type: ignore[no-untyped-def]
-        if time.monotonic() < self._down_until:
-            call.close()
-            raise _Down
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await call
-        except (RedisError, OSError, TimeoutError) as error:
-            self._down_until = time.monotonic() + _PAUSE_SECONDS
-            self._metrics.store_errors.labels("spend").inc()
-            logger.warning("ledger_unavailable", error=type(error).__name__)
-            raise _Down from error
-
-
-class _Down(Exception):
-    pass
+    def _failed(self, operation: str, error: Exception) -> None:
+        self._metrics.store_errors.labels(operation).inc()
+        logger.warning("ledger_unavailable", error=type(error).__name__)
 
 
 def _parse(total: bytes) -> Spent:

@@ -14,15 +14,12 @@ from redis.exceptions import RedisError, WatchError
 
 from router import log
 from router.metrics import Metrics
-from router.redis_pool import connect
+from router.redis_pool import FailFast, RedisDown, connect
 from router.sessions.base import VERSION, Change, Session, StoreDown, born
 
 T = TypeVar("T")
 logger = log.get("sessions")
 
-# After a failure calls fail at once for this long, so that a Redis that hangs costs a
-# turn its timeout once and not on every call.
-_PAUSE_SECONDS = 1.0
 _UPDATE_ATTEMPTS = 16
 # Seconds, times the attempts so far.
 _UPDATE_PAUSE = 0.005
@@ -34,10 +31,9 @@ class RedisStore:
         self, url: str, password: str | None, ttl: int, timeout: float, metrics: Metrics
     ) -> None:
         self._ttl = ttl
-        self._timeout = timeout
         self._metrics = metrics
-        self._down_until = 0.0
         self._up = True
+        self._fail_fast = FailFast(self._failed)
         self._redis = connect(url, password, connections=_CONNECTIONS, timeout=timeout)
         metrics.store_up.set(1)
 
@@ -126,17 +122,17 @@ class RedisStore:
     async def _call(
         self, operation: str, call: Callable[..., Awaitable[T]], *arguments: object
     ) -> T:
-        if time.monotonic() < self._down_until:
-            raise StoreDown(operation)
         try:
-            result = await call(*arguments)
-        except (RedisError, OSError, TimeoutError) as error:
-            self._down_until = time.monotonic() + _PAUSE_SECONDS
-            self._metrics.store_errors.labels(operation).inc()
-            self._seen(False, type(error).__name__)
+            with self._fail_fast.call(operation):
+                result = await call(*arguments)
+        except RedisDown as error:
             raise StoreDown(operation) from error
         self._seen(True)
         return result
+
+    def _failed(self, operation: str, error: Exception) -> None:
+        self._metrics.store_errors.labels(operation).inc()
+        self._seen(False, type(error).__name__)
 
     def _seen(self, up: bool, error: str | None = None) -> None:
         if up != self._up:

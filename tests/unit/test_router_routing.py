@@ -208,7 +208,7 @@ async def test_spending_in_redis_is_seen_by_all_gateways(server, clock):
 
 
 async def test_without_redis_spending_goes_on_and_is_added_later(server, monkeypatch):
-    monkeypatch.setattr("router.budgets.redis._PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("router.redis_pool._PAUSE_SECONDS", 0.0)
     metrics = Metrics()
     ledger = RedisLedger(server.url, None, 5.0, metrics)
     await ledger.add("c", Spent(money=1, large_tokens=10))
