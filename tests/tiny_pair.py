@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+VOCABULARY = 100
 WORDS = [f"w{number}" for number in range(90)]
 TEMPLATE = (
     "{% for m in messages %}<s> {{ m['role'] }} {{ m['content'] }} </s> {% endfor %}"
@@ -16,11 +18,11 @@ TEMPLATE = (
 )
 
 
-def write_model(folder: Path, layers: int, seed: int, spread: float = 0.4) -> Path:
+def tiny_model(layers: int, seed: int, spread: float, **options: Any) -> LlamaForCausalLM:
     """`spread` is the weights': with the usual 0.02 a random model hardly looks at its context."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=100,
+        vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=layers,
@@ -29,8 +31,14 @@ def write_model(folder: Path, layers: int, seed: int, spread: float = 0.4) -> Pa
         head_dim=8,
         max_position_embeddings=4096,
         initializer_range=spread,
+        **options,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    return LlamaForCausalLM(config)
+
+
+def write_model(folder: Path, layers: int, seed: int, spread: float = 0.4) -> Path:
+    """A `tiny_model` with its tokenizer and chat template."""
+    tiny_model(layers, seed, spread).save_pretrained(folder)
     specials = ["<unk>", "<s>", "</s>", "user", "assistant", ":", "."]
     vocabulary = {word: i for i, word in enumerate([*specials, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))

@@ -7,32 +7,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from mapper.demo import card, dialogues, evaluate, models, prompts, prune, texts, update
 from mapper.demo.distill import Trainer, Training, target_sharpness, train_step
 from mapper.demo.sampling import GROUPED_ATTENTION
 from mapper.demo.student import Student
 from mapper.methods.forward_kl import Candidates, forward_kl
+from tests.tiny_pair import VOCABULARY, tiny_model
 
 REMOVED = (2, 4)
 
 
-def tiny(layers: int = 6, **options) -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        tie_word_embeddings=True,
-        initializer_range=0.2,
-        **options,
-    )
-    return LlamaForCausalLM(config).eval()
+def tiny(layers: int = 6) -> LlamaForCausalLM:
+    return tiny_model(layers, seed=0, spread=0.2, tie_word_embeddings=True).eval()
 
 
 def weights_of(model: LlamaForCausalLM) -> dict[str, torch.Tensor]:
@@ -58,7 +46,7 @@ def trained() -> tuple[LlamaForCausalLM, Student]:
     return teacher, student
 
 
-IDS = torch.arange(40).reshape(2, 20) % 96
+IDS = torch.arange(40).reshape(2, 20)
 
 
 def test_merged_update_equals_running_it_beside_the_weights(trained, tmp_path):
@@ -67,7 +55,7 @@ def test_merged_update_equals_running_it_beside_the_weights(trained, tmp_path):
     update.save_update(student.parameters(), REMOVED, path)
     stored = update.load_update(update.Recipe(REMOVED, models.file_sha256(path)), path)
     for name, value in student.parameters().items():
-        value.data.copy_(stored[name])  # both sides with what bf16 kept
+        value.data.copy_(stored[name])  # both sides with what the file kept
     kept = update.Recipe(REMOVED, None).kept(6)
     merged = model_from(update.merge(update.pruned_weights(weights_of(teacher), kept), stored), 4)
     parting, _ = student.teach(IDS)
@@ -81,6 +69,21 @@ def test_merged_update_equals_running_it_beside_the_weights(trained, tmp_path):
         )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert (plain - expected).abs().max() > 0.1
+
+
+def test_stored_update_is_within_half_a_step_of_the_trained_one(trained, tmp_path):
+    path = tmp_path / "update.safetensors"
+    parameters = trained[1].parameters()
+    parameters["model.layers.1.mlp.up_proj.up"].data[0] = 0  # a row of zeros has a scale too
+    update.save_update(parameters, REMOVED, path)
+    stored = update.load_update(update.Recipe(REMOVED, models.file_sha256(path)), path)
+    assert set(stored) == set(parameters)
+    for name, value in parameters.items():
+        if name.endswith(update.LOW_RANK):
+            step = value.detach().abs().amax(1, keepdim=True) / 127
+            assert ((stored[name] - value).abs() <= 0.51 * step + 1e-3 * value.abs() + 1e-4).all()
+        else:
+            assert torch.equal(stored[name], value.detach().bfloat16().float())
 
 
 def test_update_of_other_bytes_or_other_layers_is_refused(trained, tmp_path):
@@ -209,14 +212,14 @@ def test_sampled_candidates_stand_for_the_whole_vocabulary():
 
 def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path):
     training = Training(steps=30, rank=4, warmup=2, learning_rate=1e-2)
-    batch = torch.randint(0, 96, (4, 20), generator=torch.Generator().manual_seed(3))
+    batch = torch.randint(0, VOCABULARY, (4, 20), generator=torch.Generator().manual_seed(3))
 
     def fresh() -> tuple[Student, Trainer, Candidates]:
         student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), training.rank, seed=0)
         return (
             student,
             Trainer(student, training),
-            Candidates(torch.ones(96, dtype=torch.long), 96, 0, 0),
+            Candidates(torch.ones(VOCABULARY, dtype=torch.long), VOCABULARY, 0, 0),
         )
 
     def advance(
@@ -302,7 +305,7 @@ def test_only_tokens_that_were_sampled_as_answers_are_taught_at_the_sampling_tem
 def test_a_sharper_target_is_what_the_student_learns():
     teacher = tiny()
     student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
-    candidates = Candidates(torch.ones(96), 96, 0, 0)
+    candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
     with torch.no_grad():
         parting, wanted = student.teach(IDS)
         head = teacher.lm_head.weight
@@ -321,6 +324,21 @@ def test_training_goes_on_from_an_earlier_update(trained):
     for name, value in student.parameters().items():
         assert torch.equal(fresh.parameters()[name], value)
         assert torch.equal(trainer.average[name], value)
+
+
+def test_training_goes_on_with_more_rank_from_the_same_function(trained):
+    teacher, student = trained
+    wider = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=5, seed=3)
+    Trainer(wider, Training(rank=5)).start_from(student.parameters())
+    parting, _ = student.teach(IDS)
+    with torch.no_grad():
+        torch.testing.assert_close(wider.follow(parting), student.follow(parting))
+    # the added rank can learn: its half that is not zero is random
+    assert all(
+        (value != 0).any(1).all()
+        for name, value in wider.parameters().items()
+        if name.endswith("down")
+    )
 
 
 def test_dialogues_file_is_small_alternates_and_never_asks_a_judged_prompt():
