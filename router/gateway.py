@@ -27,7 +27,7 @@ from router.turns.dispatch import Dispatcher
 from router.workers.pool import Pool
 
 logger = log.get("gateway")
-_STORE_CHECK_SECONDS = 2.0
+_LOOK_SECONDS = 2.0
 
 
 class Gateway:
@@ -92,7 +92,7 @@ class Gateway:
         self.pool.start()
         self.policies.start()
         self._watches = [
-            asyncio.create_task(self._watch_store(), name="store-watch"),
+            asyncio.create_task(self._look(), name="gauges"),
             asyncio.create_task(self.transfers.pairs.watch(), name="pairs-watch"),
         ]
         self.drift.start()
@@ -116,16 +116,19 @@ class Gateway:
             task.cancel()
 
     def observe(self) -> None:
+        """Brings the gauges up to date."""
         self.pool.observe()
         self.drift.observe()
         for gate in self.gates.values():
             gate.observe()
 
-    async def _watch_store(self) -> None:
-        # So that the gauge and /ready are right without traffic, and recovery is noticed.
+    async def _look(self) -> None:
+        # So that gauges and /ready are right without traffic, and when another of several
+        # processes is asked for the metrics of all.
         while True:
             await self.store.ping()
-            await asyncio.sleep(_STORE_CHECK_SECONDS)
+            self.observe()
+            await asyncio.sleep(_LOOK_SECONDS)
 
 
 def _ledger(settings: Settings, password: str | None, metrics: Metrics) -> Ledger:

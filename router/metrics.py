@@ -182,7 +182,9 @@ class Metrics:
             "baton_session_store_up", "Whether the session store answers.", mode="livemin"
         )
         self.store_errors = counter(
-            "baton_session_store_errors_total", "Failed session store calls.", "operation"
+            "baton_session_store_errors_total",
+            "Failed calls to Redis: of the session store, and for spend and rate.",
+            "operation",
         )
         self.mapper_up = gauge(
             "baton_mapper_up", "Whether the mapper answered its last call.", mode="livemin"

@@ -13,6 +13,8 @@ import threading
 import time
 from multiprocessing.process import BaseProcess
 
+from prometheus_client.multiprocess import mark_process_dead
+
 from router import log
 from router.metrics import MULTIPROC_DIR
 from router.server.serve import bind, serve
@@ -48,6 +50,8 @@ def supervise(settings: Settings) -> int:
             time.sleep(_POLL_SECONDS)
             for child in [child for child in children if not child.is_alive()]:
                 age = time.monotonic() - children.pop(child)
+                # Its gauges, which would be added to the others' for ever.
+                mark_process_dead(child.pid, folder)
                 logger.error("process_ended", exit_status=child.exitcode, seconds=round(age, 1))
                 if age < _HOPELESS_SECONDS:
                     stopping.append(signal.SIGTERM)

@@ -20,8 +20,8 @@ MAX_ID = 256
 class Identity:
     id: str
     session: Session | None
-    # The conversation as sent, to be extended by the answer; empty when the client
-    # names its session itself.
+    # Of the conversation as sent, to be extended by the answer; None when the client names
+    # its session itself.
     digest: str | None
 
 

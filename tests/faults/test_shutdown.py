@@ -7,11 +7,13 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 import yaml
 
+from router.metrics import MULTIPROC_DIR
 from tests.fakes.faults import Fault
 from tests.fakes.server import Threaded
 from tests.fakes.worker import FakeWorker
@@ -261,10 +263,14 @@ def test_a_killed_process_is_replaced(start, worker):
     try:
         process = start([worker.url], processes=2, redis_url=redis_server.url).wait_ready()
         children = eventually(lambda: len(c := _children(process.process.pid)) >= 2 and c, 30)
+        gauges = f"gauge_live*_{children[0]}.db"
+        folder = _metrics_folder(children[0])
+        eventually(lambda: list(folder.glob(gauges)), 30)
         time.sleep(3.5)
         os.kill(children[0], signal.SIGKILL)
         eventually(lambda: any("process_ended" in line for line in process.log), 20)
         eventually(lambda: len(_children(process.process.pid)) >= len(children), 30)
+        assert not list(folder.glob(gauges))
         process.wait_ready()
         process.term()
         assert process.process.wait(30) == 0
@@ -286,6 +292,12 @@ def test_processes_do_not_outlive_a_killed_parent(start, worker):
         )
     finally:
         redis_server.close()
+
+
+def _metrics_folder(pid):
+    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    name = MULTIPROC_DIR.encode() + b"="
+    return Path(next(e.removeprefix(name) for e in entries if e.startswith(name)).decode())
 
 
 def _children(pid):

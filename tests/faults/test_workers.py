@@ -301,3 +301,12 @@ def test_one_session_stays_on_one_worker(make_stack):
             ask(stack, False, extra_headers={"x-session-id": f"s{number}"})
     for worker in stack.small:
         assert len(worker.seen) % 4 == 0
+
+
+def test_gauges_are_right_before_anybody_reads_them(stack):
+    """Of several processes only one is asked for the metrics of all."""
+    value = stack.gateway.metrics.registry.get_sample_value
+    labels = {"worker": "small-0", "tier": "small"}
+    eventually(lambda: value("baton_worker_up", labels) == 1)
+    stack.small[0].healthy = False
+    eventually(lambda: value("baton_worker_up", labels) == 0)
