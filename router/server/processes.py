@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from router import log
 from router.metrics import MULTIPROC_DIR
-from router.server.serve import bind, serve
+from router.server.serve import serve
 from router.settings import Settings
 
 logger = log.get("server")
@@ -26,8 +26,8 @@ _POLL_SECONDS = 0.2
 _HOPELESS_SECONDS = 3.0
 
 
-def supervise(settings: Settings) -> int:
-    listener = bind(settings)
+def supervise(settings: Settings, listener: socket.socket) -> int:
+    """Serves until SIGTERM or SIGINT; the result is the exit status."""
     folder = tempfile.mkdtemp(prefix="baton-metrics-")
     # Read when prometheus_client is imported, which the new processes do after this.
     os.environ[MULTIPROC_DIR] = folder

@@ -93,7 +93,14 @@ def run(settings: Settings) -> int:
     if settings.processes > 1:
         from router.server.processes import supervise
 
-        return supervise(settings)
+        try:
+            listener = bind(settings)
+        except OSError as error:
+            logger.error(
+                "cannot_listen", host=settings.host, port=settings.port, error=error.strerror
+            )
+            return 1
+        return supervise(settings, listener)
     return serve(settings)
 
 

@@ -223,10 +223,16 @@ def test_a_bad_key_file_does_not_start(start, worker, tmp_path, content):
     eventually(lambda: "keys.yaml" in "".join(process.log))
 
 
-def test_a_port_in_use_does_not_start(start, worker):
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_port_in_use_does_not_start(start, worker, processes):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        process = start([worker.url], port=taken.getsockname()[1])
+        port = taken.getsockname()[1]
+        process = start(
+            [worker.url], port=port, processes=processes, redis_url="redis://127.0.0.1:1/0"
+        )
         assert process.process.wait(60) != 0
+    eventually(lambda: "address already in use" in "".join(process.log).lower())
+    assert "Traceback" not in "".join(process.log) and str(port) in "".join(process.log)
 
 
 def test_several_processes_share_metrics_and_sessions(start, worker):
