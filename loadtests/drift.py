@@ -36,7 +36,7 @@ SETTINGS = {
     "audit_rates": {REANCHORED: 1.0},
     "audit_above_tokens": None,
     "audit_wait_seconds": 600.0,
-    "audit_concurrency": 2,
+    "audit_idle_seconds": 0.0,
     "ahead_above": None,
 }
 _PLAIN = {"kind": "pinned", "tier": "large"}

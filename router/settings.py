@@ -75,6 +75,16 @@ class Worker(Section):
     health_path: str = Field(default="/health", pattern=r"^/")
     # The longest prompt and answer together; null asks the worker.
     context_tokens: int | None = Field(default=None, ge=1)
+    # What it computes on, such as "node1/gpu0"; workers with the same one share it. Null: its
+    # URL's host, of which all workers are taken to share one device.
+    device: str | None = Field(default=None, pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}$")
+
+    @property
+    def computes_on(self) -> str:
+        if self.device is not None:
+            return self.device
+        host = urlsplit(self.url).hostname or ""
+        return "localhost" if is_loopback(host) else host
 
 
 class Limits(Section):
@@ -159,11 +169,13 @@ class Drift(Section):
     audit_rates: dict[str, Annotated[float, Field(ge=0, le=1)]] = {}
     # A turn whose lineage holds at least so many mapped tokens is always audited; null for never.
     audit_above_tokens: int | None = Field(default=512, ge=0)
-    audit_concurrency: int = Field(default=1, ge=1)
+    # Audits that wait for one device; what comes then is dropped.
     audit_queue: int = Field(default=64, ge=1)
-    # How long an audit waits for its worker to be idle before it is dropped.
-    audit_wait_seconds: float = Field(default=10.0, ge=0)
-    # An audit prefills so many tokens at a time and lets waiting turns pass in between.
+    # A device must have been idle so long before an audit uses it: not within a user's burst.
+    audit_idle_seconds: float = Field(default=0.5, ge=0)
+    # An audit whose device is still in use so long after the turn is dropped.
+    audit_wait_seconds: float = Field(default=60.0, ge=0)
+    # An audit computes so many tokens at a time; a user who comes waits for no more than that.
     audit_piece_tokens: int = Field(default=256, ge=16)
     audit_priority: int = Field(default=-10, le=0)
     # Map pages to the large model ahead of a switch that is at least this probable; null for

@@ -39,6 +39,7 @@ class Stack:
         large: int = 1,
         mapper: bool = True,
         extra_workers: Sequence = (),
+        own_devices: bool = False,
         **settings: Any,
     ) -> None:
         log.configure("info")
@@ -57,7 +58,8 @@ class Stack:
         settings["timeouts"] = {**QUICK, **settings.get("timeouts", {})}
         # Audits come by chance and change what the next turn runs on.
         settings["drift"] = {
-            "audit_rate": 0.0, "audit_above_tokens": None, **settings.get("drift", {}),
+            "audit_rate": 0.0, "audit_above_tokens": None, "audit_idle_seconds": 0.0,
+            **settings.get("drift", {}),
         }  # fmt: skip
         settings.setdefault("pool", {"health_seconds": 0.2, "breaker_seconds": 0.5})
         self.settings = Settings(
@@ -68,6 +70,7 @@ class Stack:
                     "tier": name.partition("-")[0],
                     "url": server.url,
                     "model": f"{name.partition('-')[0]}-model",
+                    "device": name if own_devices else None,
                 }
                 for name, server in self.servers.items()
                 if name != "mapper"

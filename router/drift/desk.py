@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from policies import Decision
 from router.drift.ahead import Ahead, Likely
-from router.drift.audits import Audit, Audits
+from router.drift.audits import Audits
 from router.drift.metrics import DriftMetrics
+from router.drift.scoring import Audit
 from router.metrics import Metrics
 from router.relay.parser import Usage
 from router.savings.books import Booking
@@ -38,7 +39,7 @@ class Desk:
         self._pool = pool
         self._metrics = DriftMetrics(metrics.registry)
         seconds = settings.timeouts.tokenize_seconds
-        self._audits = Audits(settings.drift, store, self._metrics, metrics, seconds)
+        self._audits = Audits(settings.drift, pool.devices, store, self._metrics, metrics, seconds)
         self._ahead = Ahead(settings, mapper, store, self._metrics) if mapper else None
 
     def start(self) -> None:

@@ -9,7 +9,7 @@ from router.sessions.record import Measurement, position
 
 # One answer's mean is noisy and may be negative; zero is a bound so that both sides show.
 _NATS = (-1, -0.3, -0.1, -0.03, -0.01, -0.001, 0, 0.001, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 2, 5)
-_SECONDS = (0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
+_SECONDS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 # Labels of the parts of an answer, by the number of the first token in each.
 PARTS = tuple(str(first) for first in (0, *POSITIONS))
 
@@ -25,6 +25,13 @@ class DriftMetrics:
         self.seconds = Histogram(
             "baton_audit_seconds",
             "Worker time of an audit that ran, waiting left out.",
+            registry=registry,
+            buckets=_SECONDS,
+        )
+        self.pieces = Histogram(
+            "baton_audit_piece_seconds",
+            "Time of an audit's requests: done, failed, or aborted for a user to be begun anew.",
+            ["outcome"],
             registry=registry,
             buckets=_SECONDS,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,21 +34,19 @@ class Namespace:
 
 @dataclass(frozen=True)
 class Scored:
-    """Log-probabilities (nats) of the tokens after the prompt, and how much KV was found."""
+    """Log-probabilities (nats) of the tokens after the prompt, how much KV was found, how long
+    the worker took."""
 
     logprobs: tuple[float, ...]
     cached_tokens: int
+    seconds: float
 
 
-async def idle(worker: Worker) -> bool:
-    """Whether nobody is being answered by the worker, through this gateway or another."""
-    if worker.in_flight:
-        return False
+async def loaded(worker: Worker) -> bool:
+    """Whether the worker has anything to answer, through this gateway or another."""
     data = await _json(worker.client.get("/v1/loads?include=core", timeout=_QUICK_SECONDS))
     try:
-        return not any(
-            load["num_running_reqs"] or load["num_waiting_reqs"] for load in data["loads"]
-        )
+        return any(load["num_running_reqs"] or load["num_waiting_reqs"] for load in data["loads"])
     except (KeyError, TypeError) as error:
         raise ProbeFailed("loads_unreadable") from error
 
@@ -70,8 +69,9 @@ async def conversation_ids(
 
 async def prefill(worker: Worker, ids: Sequence[int], where: Namespace, priority: int) -> Scored:
     """Leaves KV of `ids` behind; nothing is scored."""
+    began = time.monotonic()
     meta = await _generate(worker, {"input_ids": list(ids)}, where, priority)
-    return Scored((), _cached(meta))
+    return Scored((), _cached(meta), time.monotonic() - began)
 
 
 async def score(
@@ -87,7 +87,9 @@ async def score(
         "return_logprob": True,
         "logprob_start_len": start - 1,
     }
+    began = time.monotonic()
     meta = await _generate(worker, wanted, where, priority)
+    seconds = time.monotonic() - began
     try:
         entries = meta["input_token_logprobs"][-(len(ids) - start) :]
         scored = tuple(float(entry[0]) for entry in entries)
@@ -96,7 +98,7 @@ async def score(
         raise ProbeFailed("logprobs_unreadable") from error
     if not same:
         raise ProbeFailed("logprobs_unreadable")
-    return Scored(scored, _cached(meta))
+    return Scored(scored, _cached(meta), seconds)
 
 
 def _cached(meta: dict[str, Any]) -> int:

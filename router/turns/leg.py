@@ -45,7 +45,9 @@ class Leg:
         worker = gateway.pool.pick(self.tier, self._subject.affinity)
         if worker is None:
             raise NoWorker(self.tier)
-        self.outcome = await self._carry_over(session, decision, worker)
+        # Before the worker hears of it: what else is done on its device may end by then.
+        with worker.device.in_use():
+            self.outcome = await self._carry_over(session, decision, worker)
         gateway.metrics.turns.labels(self.tier, decision.reason).inc()
         try:
             self.upstream = await self._dispatch(worker, body)

@@ -61,8 +61,7 @@ class Upstream:
         self._chunks: AsyncIterator[bytes] | None = None
         self._closed = False
         self._ended = False
-        worker.in_flight += 1
-        worker.started += 1
+        worker.enter()
         self._started = worker.started
         worker.breaker.start()
 
@@ -149,7 +148,7 @@ class Upstream:
         if self._closed:
             return
         self._closed = True
-        self.worker.in_flight -= 1
+        self.worker.leave()
         if self._response is None:
             return
         try:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 
 from router import log
 from router.metrics import Metrics
 from router.settings import Settings, Tier
 from router.workers.affinity import choose
+from router.workers.device import Device
 from router.workers.worker import Worker
 
 logger = log.get("workers")
@@ -23,7 +25,12 @@ class Pool:
     def __init__(self, settings: Settings, metrics: Metrics) -> None:
         self._pool = settings.pool
         self._metrics = metrics
-        self.workers = [Worker(w, settings.pool, settings.timeouts) for w in settings.workers]
+        devices: defaultdict[str, Device] = defaultdict(Device)
+        self.workers = [
+            Worker(worker, settings.pool, settings.timeouts, devices[worker.computes_on])
+            for worker in settings.workers
+        ]
+        self.devices = list(devices.values())
         self.models: dict[Tier, str] = {w.tier: w.model for w in self.workers}
         self._tasks: list[asyncio.Task[None]] = []
 

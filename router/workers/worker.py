@@ -11,13 +11,20 @@ import httpx
 from router import settings as config
 from router.errors import ApiError
 from router.workers.breaker import Breaker
+from router.workers.device import Device
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 
 
 class Worker:
-    def __init__(self, worker: config.Worker, pool: config.Pool, timeouts: config.Timeouts) -> None:
+    def __init__(
+        self,
+        worker: config.Worker,
+        pool: config.Pool,
+        timeouts: config.Timeouts,
+        device: Device | None = None,
+    ) -> None:
         self.name = worker.name
         self.tier = worker.tier
         self.model = worker.model
@@ -34,6 +41,8 @@ class Worker:
         # Requests ever sent, so that whoever waits can tell whether another came in between.
         self.started = 0
         self.breaker = Breaker(pool.breaker_failures, pool.breaker_seconds)
+        self.device = device or Device()
+        self.device.workers.append(self)
         headers = {"accept-encoding": "identity", "user-agent": "baton"}
         if worker.api_key_file is not None:
             headers["authorization"] = f"Bearer {config.read_secret(worker.api_key_file)}"
@@ -101,15 +110,24 @@ class Worker:
         if isinstance(tokens, int) and tokens > 0:
             self.context_tokens = tokens
 
+    def enter(self) -> None:
+        """A request for a user is about to be sent; `leave` once it is over."""
+        self.in_flight += 1
+        self.started += 1
+        self.device.enter()
+
+    def leave(self) -> None:
+        self.in_flight -= 1
+        self.device.leave()
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Counts a request that is not a turn's answer but keeps the worker busy all the same."""
-        self.in_flight += 1
-        self.started += 1
+        self.enter()
         try:
             yield
         finally:
-            self.in_flight -= 1
+            self.leave()
 
     async def close(self) -> None:
         await self.client.aclose()

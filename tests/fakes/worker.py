@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,8 +49,11 @@ class FakeWorker:
     faults: deque[Fault] = field(default_factory=deque)
     seen: list[Seen] = field(default_factory=list)
     keep: int = 2000
-    # What audits asked for, how far lossy KV is off, and the status of an audit's failure.
+    # What audits asked for, and which of it they gave up; how long a request of theirs takes at
+    # least, how far lossy KV is off, and the status of an audit's failure.
     probes: list[dict[str, Any]] = field(default_factory=list)
+    aborted_probes: list[dict[str, Any]] = field(default_factory=list)
+    probe_seconds: Callable[[dict[str, Any]], float] = lambda body: 0.0
     drift: float = 0.0
     probe_fault: int | None = None
     # What went wrong by request id, so that a load test can explain what its clients saw.
@@ -92,10 +96,11 @@ class FakeWorker:
         namespace = (self.model, body.get("extra_key"), body.get("cache_salt"))
         readable = ids if start is None else ids[:start]
         cached = PAGE * self.store.prefix(namespace, pages(readable))
-        if self.seconds_per_token:
-            await self._busy(
-                request, Seen("", {}, {}), self.seconds_per_token * (len(ids) - cached)
-            )
+        seconds = self.probe_seconds(body) + self.seconds_per_token * (len(ids) - cached)
+        seen = Seen(request.url.path, body, dict(request.headers))
+        if seconds and not await self._busy(request, seen, seconds):
+            self.aborted_probes.append(body)
+            return Response(status_code=499)
         self.store.add(namespace, pages(ids))
         meta: dict[str, Any] = {"prompt_tokens": len(ids), "cached_tokens": cached}
         if body.get("return_logprob"):

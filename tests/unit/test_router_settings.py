@@ -53,6 +53,7 @@ def test_relative_paths_are_beside_the_file(load, tmp_path):
         ({"workers": []}, ["workers"]),
         ({"workers": [{**WORKER, "tier": "medium"}]}, ["workers.0.tier", "small", "large"]),
         ({"workers": [{**WORKER, "url": "ftp://x"}]}, ["workers.0.url", "http"]),
+        ({"workers": [{**WORKER, "device": "a b"}]}, ["workers.0.device"]),
         ({"workers": [{**WORKER, "extra": 1}]}, ["workers.0.extra", "api_key_file"]),
         ({"workers": [WORKER, WORKER]}, ["same name"]),
         ({"workers": [{**WORKER, "model": "auto"}]}, ["alias"]),
@@ -83,6 +84,21 @@ def test_bad_settings(load, data, words):
     assert all(
         word in str(error.value) for word in ["baton.yaml" if "secret" not in words else "", *words]
     )
+
+
+@pytest.mark.parametrize(
+    ("url", "device", "computes_on"),
+    [
+        ("http://127.0.0.1:1", None, "localhost"),
+        ("http://localhost:2", None, "localhost"),
+        ("http://[::1]:3/", None, "localhost"),
+        ("https://Worker-1.example:443", None, "worker-1.example"),
+        ("http://worker-1.example:80", "node1/gpu0", "node1/gpu0"),
+    ],
+)
+def test_a_worker_computes_on_its_host_unless_a_device_is_named(load, url, device, computes_on):
+    (worker,) = load({"workers": [{**WORKER, "url": url, "device": device}]}).workers
+    assert worker.computes_on == computes_on
 
 
 def test_missing_file(tmp_path):
