@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,9 @@ from loadtests import drift, drift_ttft, realstack
 from tests.stack import Stack
 
 PLAIN = {"kind": "pinned", "tier": "large"}
-NAMES = (drift.DRIFTING, drift.REANCHORED, drift_ttft.AUDITED, drift_ttft.UNAUDITED)
+NAMES = (
+    drift.DRIFTING, drift.REANCHORED, drift_ttft.AUDITED, drift_ttft.UNAUDITED, "unwatched"
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -44,15 +47,36 @@ def test_reanchored_drift_ends_where_the_other_goes_on(local):
     assert arms[drift.REANCHORED]["kv"]["none:reanchored"] == 1
 
 
-def test_time_to_first_token_is_compared_block_by_block(local):
+def test_time_to_first_token_is_compared_in_pairs_of_rounds(local, tmp_path):
     options = argparse.Namespace(
-        minutes=0.03, blocks=2, users=1, pause=0.02, tokens=3, seed=1, passages=None
+        minutes=0.001, users=2, pause=0.02, tokens=3, seed=1, passages=None
     )
     report = asyncio.run(drift_ttft.run(local, options))
-    low, high = report["all_turns"]["interval"]
-    assert low <= report["all_turns"]["ratio"] <= high
-    assert report["all_turns"]["audited"]["turns"] >= 4
-    assert sum(report["audits"].values()) >= 1
+    on, off = drift_ttft.AUDITED, drift_ttft.UNAUDITED
+    for ratios in report["ratios"].values():
+        assert ratios["pairs"] == 4
+        for statistic in ("median", "mean"):
+            low, high = ratios[f"ratio_of_{statistic}s"]["interval"]
+            assert low <= ratios[f"ratio_of_{statistic}s"]["value"] <= high
+    assert report["ratios"]["plain"][on]["turns"] == report["ratios"]["plain"][off]["turns"] == 12
+    # Every session's switch was audited in one arm, and nothing in the other.
+    assert report["audits_ran"] >= 4
+    assert set(report["audits"][off]) == {"none"}
+    assert report["audit_pieces"]["done"]["count"] > 0
+    assert report["kv"][off]["applied"] == report["kv"][on]["applied"] == 4
+    drift_ttft.write(tmp_path, report)
+    assert {path.name for path in tmp_path.iterdir()} == {"ttft.json", "ttft.md", "ttft.png"}
+
+
+def test_a_measurement_without_audits_fails(local, tmp_path, monkeypatch):
+    """For there was nothing that could have cost anything."""
+    monkeypatch.setattr(drift_ttft, "AUDITED", "unwatched")
+    monkeypatch.setattr(drift_ttft, "real_stack", lambda *_: contextlib.nullcontext(local))
+    arguments = ["drift_ttft", "--minutes=0.001", "--pause=0.02", "--users=1", f"--out={tmp_path}"]
+    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr(drift_ttft, "_LAST_AUDITS_SECONDS", 0.1)
+    with pytest.raises(SystemExit, match="no audit"):
+        drift_ttft.main()
 
 
 @pytest.mark.parametrize(("shift", "good"), [(0.0, True), (0.5, False)])
