@@ -23,7 +23,7 @@ from .sampling import GROUPED_ATTENTION, Sampling, sample
 FOLDER = Path(__file__).parent
 DIALOGUES_FILE = FOLDER / "dialogues.jsonl"
 PROSE_FILE = FOLDER / "prose.jsonl"
-MAX_BYTES = 3_000_000
+MAX_BYTES = 8_000_000
 
 ANSWER = Sampling(max_new_tokens=192, temperature=0.7)
 QUESTION = Sampling(max_new_tokens=48, temperature=1.0, top_k=100)
@@ -31,7 +31,7 @@ PROSE = Sampling(max_new_tokens=256)
 
 ROWS = 192
 OWN_QUESTION_SHARE = 0.4
-FACT_SHARE = 0.3
+FACT_SHARE = 0.45
 SECOND_TURN_SHARE = 0.35
 PROSE_EVERY = 4
 
@@ -154,10 +154,17 @@ def _dialogues(model, tokenizer, chooser: random.Random, generator: torch.Genera
 
 def _template_question(chooser: random.Random) -> tuple[str, str]:
     if chooser.random() < FACT_SHARE:
+        parts, whole = chooser.choice(prompts.NUMBERS)
         question = chooser.choice(prompts.FACT_TEMPLATES).format(
             country=chooser.choice(prompts.COUNTRIES),
             thing=chooser.choice(prompts.THINGS),
             adjective=chooser.choice(prompts.ADJECTIVES),
+            kind=chooser.choice(prompts.KINDS),
+            parts=parts,
+            whole=whole,
+            most=chooser.choice(prompts.MOSTS),
+            habit=chooser.choice(prompts.HABITS),
+            person=chooser.choice(prompts.PEOPLE),
             a=chooser.randint(1, 50),
             b=chooser.randint(1, 50),
         )

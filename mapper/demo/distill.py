@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -99,10 +100,15 @@ class Trainer:
         }
 
     def start_from(self, update: dict[str, torch.Tensor]) -> None:
-        """Takes an earlier update as its first step; the optimiser starts afresh."""
+        """Takes an earlier update as its first step; the optimiser starts afresh.
+
+        An update of lower rank fills the first rows of `down` and columns of `up`; the further columns of `up` are
+        zero, as they were at the start of that one.
+        """
         for name, value in self.parameters.items():
-            value.data.copy_(update[name])
-            self.average[name].copy_(update[name])
+            earlier = update[name]
+            value.data[tuple(map(slice, earlier.shape))] = earlier
+            self.average[name].copy_(value.detach())
 
     def save(self, path: Path) -> None:
         tensors = {f"now/{name}": value.detach() for name, value in self.parameters.items()}
@@ -173,14 +179,14 @@ def distill(
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with Progress(*columns) as bar:
+    with Progress(*columns) as bar, row_threads(training.rows) as threads:
         task = bar.add_task("healing", total=training.steps, completed=trainer.step, loss="")
         smooth = None
         while trainer.step < training.steps:
             started = time.monotonic()
             ids, names = next(batches)
             sharpness = target_sharpness(tokenizer, ids, names)
-            loss = train_step(student, candidates, ids, sharpness)
+            loss = train_step(student, candidates, ids, sharpness, threads)
             trainer.update()
             trainer.seconds += time.monotonic() - started
             smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
@@ -228,12 +234,34 @@ def target_sharpness(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Te
 
 
 def train_step(
-    student: Student, candidates: Candidates, ids: torch.Tensor, sharpness: torch.Tensor
+    student: Student,
+    candidates: Candidates,
+    ids: torch.Tensor,
+    sharpness: torch.Tensor,
+    threads: ThreadPoolExecutor,
 ) -> float:
-    parting, wanted = student.teach(ids)
+    """The mean loss of the rows [rows, length]; leaves the gradient of it in the student's parameters.
+
+    Each row runs on a thread of its own: two rows on a core each take two thirds of the time of one after the other
+    on both, where the cores wait for each other after every product.
+    """
     chosen, log_weight = candidates.draw(ids)
     head = student.teacher.lm_head.weight[chosen]
-    wanted = (wanted.float() * sharpness[..., None]).to(wanted.dtype)
-    loss = forward_kl(student.follow(parting), wanted, head, log_weight)
-    loss.backward()
-    return loss.item()
+    parameters = list(student.parameters().values())
+
+    def one_row(row: int) -> tuple[float, tuple[torch.Tensor, ...]]:
+        parting, wanted = student.teach(ids[row : row + 1])
+        wanted = (wanted.float() * sharpness[row, :, None]).to(wanted.dtype)
+        loss = forward_kl(student.follow(parting), wanted, head, log_weight)
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    losses, gradients = zip(*threads.map(one_row, range(len(ids))), strict=True)
+    for parameter, *of_rows in zip(parameters, *gradients, strict=True):
+        parameter.grad = sum(of_rows) / len(ids)
+    return sum(losses) / len(ids)
+
+
+def row_threads(rows: int) -> ThreadPoolExecutor:
+    """A thread for each row of a batch; they share the cores that torch may use."""
+    cores = max(1, torch.get_num_threads() // rows)
+    return ThreadPoolExecutor(rows, initializer=torch.set_num_threads, initargs=(cores,))

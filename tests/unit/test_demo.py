@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from mapper.demo import card, dialogues, evaluate, models, prompts, prune, texts, update
-from mapper.demo.distill import Trainer, Training, target_sharpness, train_step
+from mapper.demo.distill import Trainer, Training, row_threads, target_sharpness, train_step
 from mapper.demo.sampling import GROUPED_ATTENTION
 from mapper.demo.student import Student
 from mapper.methods.forward_kl import Candidates, forward_kl
@@ -226,9 +226,11 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
         student: Student, trainer: Trainer, candidates: Candidates, steps: int
     ) -> list[float]:
         losses = []
-        for _ in range(steps):
-            losses.append(train_step(student, candidates, batch, torch.ones(batch.shape)))
-            trainer.update()
+        with row_threads(len(batch)) as threads:
+            for _ in range(steps):
+                even = torch.ones(batch.shape)
+                losses.append(train_step(student, candidates, batch, even, threads))
+                trainer.update()
         return losses
 
     student, trainer, candidates = fresh()
@@ -312,8 +314,24 @@ def test_a_sharper_target_is_what_the_student_learns():
         target = (2 * (wanted @ head.T)).log_softmax(-1)
         found = (student.follow(parting) @ head.T).log_softmax(-1)
         expected = (target.exp() * (target - found)).sum(-1).mean().item()
-    loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0))
+    with row_threads(len(IDS)) as threads:
+        loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0), threads)
     assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def test_gradient_is_that_of_all_rows_together():
+    student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
+    parting, wanted = student.teach(IDS)
+    head = student.teacher.lm_head.weight
+    parameters = list(student.parameters().values())
+    together = torch.autograd.grad(
+        forward_kl(student.follow(parting), wanted, head, torch.zeros(len(head))), parameters
+    )
+    with row_threads(len(IDS)) as threads:
+        train_step(student, candidates, IDS, torch.ones(IDS.shape), threads)
+    for parameter, gradient in zip(parameters, together, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
 
 def test_training_goes_on_from_an_earlier_update(trained):
