@@ -14,7 +14,9 @@ from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
-from deploy.local import LocalStack, model_name
+from deploy.local import LocalStack
+from mapper.demo import model_name
+from router.settings import direction as direction_into
 
 DOCUMENT = Path(__file__).with_name("demo_document.txt")
 QUESTIONS = (
@@ -121,7 +123,7 @@ def report(stack: LocalStack, handed_over: list[Answer], native: list[Answer]) -
     for number, (ours, theirs) in enumerate(zip(handed_over, native, strict=True), 1):
         direction = None
         if tier and ours.tier != tier:
-            direction = "up" if ours.tier == "large" else "down"
+            direction = direction_into(ours.tier)
         tier = ours.tier
         turns.append(
             {

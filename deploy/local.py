@@ -21,6 +21,7 @@ import httpx
 import redis
 import yaml
 
+from mapper.demo import model_name
 from mapper.sglang_plugin.worker import Worker, WorkerConfig
 
 Progress = Callable[[str], None]
@@ -73,11 +74,6 @@ class LocalConfig:
             # Without a parser SGLang answers a forced tool call as plain text.
             extra_flags=("--tool-call-parser", "hermes"),
         )
-
-
-def model_name(tier: str) -> str:
-    """The demo models' served names."""
-    return f"smollm2-135m-{tier}"
 
 
 class LocalStack:

@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
-from deploy.local import LocalStack, model_name
+from deploy.local import LocalStack
 from loadtests.realstack import Client, fresh, passages, real_stack
 from mapper.capture.model import CapturedModel, build_cache
+from mapper.demo import model_name
 from mapper.keys import Namespace, page_keys
 from mapper.store import DirectoryStore, PageLayout
 

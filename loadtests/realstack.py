@@ -16,7 +16,8 @@ from typing import Any
 import httpx
 
 from deploy.demo import POLICY
-from deploy.local import LocalConfig, LocalStack, model_name
+from deploy.local import LocalConfig, LocalStack
+from mapper.demo import model_name
 from mapper.demo.artifacts import demo_artifacts
 from mapper.demo.models import demo_models
 from router import settings

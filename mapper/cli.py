@@ -67,10 +67,11 @@ def worker(
         raise typer.BadParameter("must be small or large", param_hint="--tier")
     console = Console(stderr=True)
     if model_path is None:
+        from mapper.demo import model_name
         from mapper.demo.models import build_large, build_small
 
         model_path = build_small() if tier == "small" else build_large()
-        name = name or f"smollm2-135m-{tier}"
+        name = name or model_name(tier)
     config = WorkerConfig(
         model_path=model_path,
         name=name or model_path.name,

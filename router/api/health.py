@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from router.gateway import Gateway
 
 
 async def health(request: Request) -> Response:
     """The process is alive."""
-    return _json({"status": "ok"})
+    return JSONResponse({"status": "ok"})
 
 
 async def ready(request: Request) -> Response:
@@ -52,14 +51,10 @@ async def ready(request: Request) -> Response:
         "session_store": "up" if store_up else "down",
         "mapper": {True: "up", False: "down", None: "none"}[mapper_up],
     }
-    return _json(body, 200 if status in ("ready", "degraded") else 503)
+    return JSONResponse(body, 200 if status in ("ready", "degraded") else 503)
 
 
 async def metrics(request: Request) -> Response:
     gateway: Gateway = request.app.state.gateway
     gateway.observe()
     return Response(gateway.metrics.render(), media_type=CONTENT_TYPE_LATEST)
-
-
-def _json(data: object, status: int = 200) -> Response:
-    return Response(orjson.dumps(data), status, media_type="application/json")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import orjson
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from router.errors import ApiError
 from router.gateway import Gateway
@@ -13,7 +12,7 @@ from router.settings import ALIASES
 
 async def list_models(request: Request) -> Response:
     data = [_model(name) for name in _visible(request)]
-    return _json({"object": "list", "data": data})
+    return JSONResponse({"object": "list", "data": data})
 
 
 async def get_model(request: Request) -> Response:
@@ -22,7 +21,7 @@ async def get_model(request: Request) -> Response:
         raise ApiError(
             404, f"The model {name!r} does not exist.", param="model", code="model_not_found"
         )
-    return _json(_model(name))
+    return JSONResponse(_model(name))
 
 
 def _visible(request: Request) -> list[str]:
@@ -35,7 +34,3 @@ def _visible(request: Request) -> list[str]:
 
 def _model(name: str) -> dict[str, object]:
     return {"id": name, "object": "model", "created": 0, "owned_by": "baton"}
-
-
-def _json(data: object) -> Response:
-    return Response(orjson.dumps(data), media_type="application/json")

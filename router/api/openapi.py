@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-import orjson
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from router.api.admin import MOST, Detail, SessionList
 from router.api.schema import ChatRequest, CompletionRequest
@@ -42,7 +41,7 @@ _HEADERS: dict[str, dict[str, Any]] = {
 
 
 async def serve(request: Request) -> Response:
-    return Response(orjson.dumps(describe()), media_type="application/json")
+    return JSONResponse(describe())
 
 
 @cache

@@ -21,6 +21,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from router import log
 from router.settings import ConfigError
+from router.stamp import stamp
 
 logger = log.get("auth")
 
@@ -80,7 +81,7 @@ class Keys:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._checked = time.monotonic()
-        self._stamp = _stamp(path)
+        self._stamp = stamp(path)
         self._keys = _index(read(path))
 
     def authenticate(self, presented: str) -> Principal | None:
@@ -99,10 +100,10 @@ class Keys:
         if now - self._checked < _RECHECK_SECONDS:
             return
         self._checked = now
-        stamp = _stamp(self._path)
-        if stamp == self._stamp:
+        found = stamp(self._path)
+        if found == self._stamp:
             return
-        self._stamp = stamp
+        self._stamp = found
         try:
             self._keys = _index(read(self._path))
             logger.info("keys_reloaded", keys=len(self._keys))
@@ -201,11 +202,3 @@ def _index(file: KeyFile) -> dict[str, Key]:
 
 def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
-
-
-def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -16,14 +16,13 @@ from policies import Policy, PolicyError
 from router import log
 from router.metrics import Metrics
 from router.settings import load_policy
+from router.stamp import Stamp, stamp
 
 logger = log.get("policies")
 # Files are looked at whenever something happens beside them, and at least this often: not
 # every file system tells of changes.
 LOOK_MS = 1000
 SETTLE_MS = 200
-
-Stamp = tuple[int, int, int] | None
 
 
 @dataclass
@@ -133,12 +132,4 @@ class Catalog:
 
 
 def _stamps(files: Iterable[Path]) -> dict[Path, Stamp]:
-    return {file: _stamp(file) for file in files}
-
-
-def _stamp(path: Path) -> Stamp:
-    try:
-        stat = path.stat()
-    except OSError:
-        return None
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
+    return {file: stamp(file) for file in files}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.fakes.faults import Fault
-from tests.stack import Stack, Talk, eventually, user
+from tests.stack import Talk, eventually, user
 
 BODY = {"model": "auto", "messages": [user("word " * 60)]}
 LOW = {"below": {"low_logprob": -1.0}}
@@ -21,24 +21,9 @@ def mode(request):
 
 
 @pytest.fixture
-def make():
-    made = []
-
-    def make(policy, **settings):
-        stack = Stack(policy=policy, **settings)
-        made.append(stack)
-        return stack
-
-    yield make
-    for stack in made:
-        eventually(stack.idle)
-        stack.stop()
-
-
-@pytest.fixture
-def stack(make, mode):
-    return make(
-        policy(mode=mode, tokens=4),
+def stack(make_stack, mode):
+    return make_stack(
+        policy=policy(mode=mode, tokens=4),
         prices={
             "small": {"prompt": 1, "completion": 2},
             "large": {"prompt": 10, "cached": 1, "completion": 20},
@@ -132,8 +117,8 @@ def test_an_unsure_answer_is_given_by_the_large_tier(stack, stream):
     assert after.headers["x-baton-kv"] == "continued"
 
 
-def test_pages_that_are_still_being_written_are_waited_for(make):
-    stack = make(policy(mode="early", tokens=2), transfers={"min_mapped_tokens": 10})
+def test_pages_that_are_still_being_written_are_waited_for(make_stack):
+    stack = make_stack(policy=policy(mode="early", tokens=2), transfers={"min_mapped_tokens": 10})
     stack.small[0].logprob = -3.0
     stack.mapper.early = 2
     body = {**BODY, "messages": [user("word " * 100)]}
@@ -149,8 +134,8 @@ def test_pages_that_are_still_being_written_are_waited_for(make):
     assert len(stack.mapper.seen) == 5
 
 
-def test_an_early_decision_ends_the_small_answer(make):
-    stack = make(policy(mode="early", tokens=2))
+def test_an_early_decision_ends_the_small_answer(make_stack):
+    stack = make_stack(policy=policy(mode="early", tokens=2))
     stack.small[0].logprob = -3.0
     stack.small[0].seconds_per_word = 0.3
     answer = stack.post({**BODY, "stream": True})
@@ -159,8 +144,8 @@ def test_an_early_decision_ends_the_small_answer(make):
     assert not stack.small[0].seen[-1].finished
 
 
-def test_an_early_decision_to_keep_streams_on(make):
-    stack = make(policy(mode="early", tokens=2))
+def test_an_early_decision_to_keep_streams_on(make_stack):
+    stack = make_stack(policy=policy(mode="early", tokens=2))
     stack.small[0].logprob = -0.5
     plain = stack.post({**BODY, "model": "small", "stream": True})
     judged = stack.post({**BODY, "stream": True})
@@ -169,8 +154,8 @@ def test_an_early_decision_to_keep_streams_on(make):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("kind", ["status", "garbage", "error_first"])
-def test_a_small_tier_that_fails_is_passed_over(make, mode, stream, kind):
-    stack = make(policy(mode=mode), retries={"attempts": 1})
+def test_a_small_tier_that_fails_is_passed_over(make_stack, mode, stream, kind):
+    stack = make_stack(policy=policy(mode=mode), retries={"attempts": 1})
     stack.small[0].faults.append(Fault(kind))
     answer = stack.post({**BODY, "stream": stream})
     assert answer.status_code == 200
@@ -180,8 +165,8 @@ def test_a_small_tier_that_fails_is_passed_over(make, mode, stream, kind):
 
 
 @pytest.mark.parametrize("kind", ["die", "garbage_midway", "error_midway", "silent_end"])
-def test_a_small_answer_that_breaks_off_is_given_by_the_large_tier(make, mode, kind):
-    stack = make(policy(mode=mode, tokens=8))
+def test_a_small_answer_that_breaks_off_is_given_by_the_large_tier(make_stack, mode, kind):
+    stack = make_stack(policy=policy(mode=mode, tokens=8))
     stack.small[0].faults.append(Fault(kind, after=3))
     answer = stack.post({**BODY, "stream": True})
     assert answer.headers["x-baton-cascade"] == "unanswered"
@@ -197,8 +182,8 @@ def test_a_bad_request_is_not_escalated(stack):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_large_tier_that_fails_leaves_the_small_answer(make, stream):
-    stack = make(policy(mode="buffer"), retries={"attempts": 1})
+def test_a_large_tier_that_fails_leaves_the_small_answer(make_stack, stream):
+    stack = make_stack(policy=policy(mode="buffer"), retries={"attempts": 1})
     stack.small[0].logprob = -3.0
     stack.large[0].faults.append(Fault("status"))
     answer = stack.post({**BODY, "stream": stream}, {"x-session-id": "s"})
@@ -212,8 +197,8 @@ def test_a_large_tier_that_fails_leaves_the_small_answer(make, stream):
     assert _session(stack, "s").tier == "small"
 
 
-def test_a_large_tier_that_fails_after_an_early_decision(make):
-    stack = make(policy(mode="early", tokens=2), retries={"attempts": 1})
+def test_a_large_tier_that_fails_after_an_early_decision(make_stack):
+    stack = make_stack(policy=policy(mode="early", tokens=2), retries={"attempts": 1})
     stack.small[0].logprob = -3.0
     stack.small[0].seconds_per_word = 0.05
     stack.large[0].faults.append(Fault("status"))
@@ -224,8 +209,10 @@ def test_a_large_tier_that_fails_after_an_early_decision(make):
     assert "you said" in text(answer, True)
 
 
-def test_no_second_tier_where_the_policy_says_none(make):
-    stack = make({**policy(mode="early", tokens=2), "fail_open": "none"}, retries={"attempts": 1})
+def test_no_second_tier_where_the_policy_says_none(make_stack):
+    stack = make_stack(
+        policy={**policy(mode="early", tokens=2), "fail_open": "none"}, retries={"attempts": 1}
+    )
     stack.small[0].logprob = -3.0
     stack.small[0].seconds_per_word = 0.05
     stack.large[0].faults.append(Fault("status"))
@@ -239,8 +226,8 @@ def test_turns_that_cannot_be_taken_back_are_relayed(stack, body):
     assert "logprobs" not in (stack.small[0].seen or stack.large[0].seen)[-1].body
 
 
-def test_a_client_that_leaves_while_it_is_judged(make):
-    stack = make(policy(mode="buffer"))
+def test_a_client_that_leaves_while_it_is_judged(make_stack):
+    stack = make_stack(policy=policy(mode="buffer"))
     stack.small[0].seconds_per_word = 0.2
     client = stack.client(timeout=0.5)
     with pytest.raises(Exception, match="timed out"):
@@ -250,9 +237,9 @@ def test_a_client_that_leaves_while_it_is_judged(make):
 
 
 @pytest.mark.parametrize(("yes", "tier"), [(0.9, "small"), (0.1, "large")])
-def test_the_small_model_is_asked_what_it_thinks_of_its_answer(make, yes, tier):
-    stack = make(
-        {
+def test_the_small_model_is_asked_what_it_thinks_of_its_answer(make_stack, yes, tier):
+    stack = make_stack(
+        policy={
             "kind": "adaptive",
             "threshold": 1.0,
             "cascade": {"mode": "buffer", "self_check": True, "below": {"self_check": 0.5}},
@@ -266,8 +253,8 @@ def test_the_small_model_is_asked_what_it_thinks_of_its_answer(make, yes, tier):
     assert check["cache_salt"] == "default"
 
 
-def test_a_session_on_the_large_tier_and_back(make):
-    stack = make(policy(mode="buffer"))
+def test_a_session_on_the_large_tier_and_back(make_stack):
+    stack = make_stack(policy=policy(mode="buffer"))
     talk = Talk("s")
     stack.small[0].logprob = -3.0
     assert talk.turn(stack)["x-baton-tier"] == "large"

@@ -9,7 +9,7 @@ import pytest
 
 from router.auth import keys
 from router.routing import catalog
-from tests.stack import Stack, Talk, eventually, user
+from tests.stack import Talk, eventually, user
 
 BODY = {"model": "auto", "messages": [user()]}
 SMALL = "kind: pinned\ntier: small\n"
@@ -18,21 +18,6 @@ PRICES = {
     "small": {"prompt": 1, "completion": 2},
     "large": {"prompt": 10, "cached": 1, "completion": 20},
 }
-
-
-@pytest.fixture
-def make():
-    made = []
-
-    def make(**settings):
-        stack = Stack(**settings)
-        made.append(stack)
-        return stack
-
-    yield make
-    for stack in made:
-        eventually(stack.idle)
-        stack.stop()
 
 
 def ready(stack):
@@ -54,8 +39,8 @@ def tier(stack, **headers):
 
 
 @pytest.mark.parametrize("bad", ["kind: [", "kind: nosuch", "kind: pinned\ntier: medium\n", None])
-def test_a_bad_file_leaves_the_last_good_policy(make, path, bad, capsys):
-    stack = make(policy=path)
+def test_a_bad_file_leaves_the_last_good_policy(make_stack, path, bad, capsys):
+    stack = make_stack(policy=path)
     version = ready(stack).json()["policies"]["default"]["version"]
     if bad is None:
         path.unlink()
@@ -83,16 +68,16 @@ def test_files_are_looked_at_well_within_two_seconds():
     assert catalog.LOOK_MS + catalog.SETTLE_MS <= 1200
 
 
-def test_a_file_that_is_replaced_by_another(make, path, tmp_path):
+def test_a_file_that_is_replaced_by_another(make_stack, path, tmp_path):
     # As editors and Kubernetes do it: a new file takes the old one's place.
-    stack = make(policy=path)
+    stack = make_stack(policy=path)
     fresh = tmp_path / "fresh"
     fresh.write_text(LARGE)
     os.replace(fresh, path)
     eventually(lambda: tier(stack) == "large")
 
 
-def test_a_part_in_another_folder(make, path, tmp_path):
+def test_a_part_in_another_folder(make_stack, path, tmp_path):
     parts = tmp_path / "parts"
     parts.mkdir()
     (parts / "new.yaml").write_text(SMALL)
@@ -100,7 +85,7 @@ def test_a_part_in_another_folder(make, path, tmp_path):
         "kind: rollout\nmode: canary\npercent: 100\ncurrent: {kind: pinned}\n"
         "candidate: parts/new.yaml\n"
     )
-    stack = make(policy=path)
+    stack = make_stack(policy=path)
     assert tier(stack) == "small"
     (parts / "new.yaml").write_text("kind: [")
     eventually(lambda: stack.metric("baton_policy_stale", policy="default") == 1)
@@ -109,8 +94,8 @@ def test_a_part_in_another_folder(make, path, tmp_path):
     eventually(lambda: tier(stack) == "large")
 
 
-def test_the_folder_goes_away_and_comes_back(make, path, tmp_path):
-    stack = make(policies={"named": path})
+def test_the_folder_goes_away_and_comes_back(make_stack, path, tmp_path):
+    stack = make_stack(policies={"named": path})
     away = tmp_path.with_name("away")
     tmp_path.rename(away)
     eventually(lambda: stack.metric("baton_policy_stale", policy="named") == 1)
@@ -123,8 +108,8 @@ def test_the_folder_goes_away_and_comes_back(make, path, tmp_path):
 # Overrides and explanations
 
 
-def test_an_explanation(make):
-    stack = make(policy={"kind": "adaptive", "threshold": 0.0, "gain": {"math": 0.3}})
+def test_an_explanation(make_stack):
+    stack = make_stack(policy={"kind": "adaptive", "threshold": 0.0, "gain": {"math": 0.3}})
     body = {**BODY, "messages": [user("What is 12 * 7 + 5? Calculate it, please.")]}
     named = {**body, "metadata": {"session_id": "ség — x"}}
     answer = stack.post(named, {"x-baton-explain": "1"})
@@ -143,10 +128,10 @@ def test_an_explanation(make):
     assert json.loads(stream.headers["x-baton-explain"])["decision"]["task"] == "math"
 
 
-def test_a_policy_that_a_key_may_not_use(make, tmp_path):
+def test_a_policy_that_a_key_may_not_use(make_stack, tmp_path):
     path = tmp_path / "keys.yaml"
     narrow = keys.create(path, "tenant", policies=["cheap"])
-    stack = make(
+    stack = make_stack(
         auth={"keys_file": str(path)},
         policies={
             "cheap": {"kind": "pinned"},
@@ -163,7 +148,7 @@ def test_a_policy_that_a_key_may_not_use(make, tmp_path):
     assert not stack.large[0].seen
 
 
-def test_a_forced_tier_goes_before_every_kind_of_policy(make):
+def test_a_forced_tier_goes_before_every_kind_of_policy(make_stack):
     for policy in (
         {"kind": "pinned", "tier": "large"},
         {"kind": "adaptive", "threshold": -1.0},
@@ -175,7 +160,7 @@ def test_a_forced_tier_goes_before_every_kind_of_policy(make):
             "candidate": {"kind": "pinned", "tier": "large"},
         },
     ):
-        stack = make(policy=policy)
+        stack = make_stack(policy=policy)
         for body, headers, how in (
             ({"model": "small"}, {}, "alias"),
             ({"model": "small-model"}, {}, "model"),
@@ -196,9 +181,9 @@ def lines(path):
 
 
 @pytest.mark.parametrize("with_text", [False, True])
-def test_the_decision_log(make, tmp_path, capsys, with_text):
+def test_the_decision_log(make_stack, tmp_path, capsys, with_text):
     path = tmp_path / "decisions.jsonl"
-    stack = make(
+    stack = make_stack(
         policy={"kind": "turns", "escalate_at": 2},
         decisions={"log_file": path, "log_text": with_text},
         prices=PRICES,
@@ -232,15 +217,15 @@ def test_the_decision_log(make, tmp_path, capsys, with_text):
     assert secret not in log
 
 
-def test_a_log_file_that_cannot_be_written_costs_no_turn(make, tmp_path):
-    stack = make(decisions={"log_file": tmp_path / "no-such-folder" / "decisions.jsonl"})
+def test_a_log_file_that_cannot_be_written_costs_no_turn(make_stack, tmp_path):
+    stack = make_stack(decisions={"log_file": tmp_path / "no-such-folder" / "decisions.jsonl"})
     assert stack.post(BODY).status_code == 200
     eventually(lambda: stack.metric("baton_decisions_unwritten_total") == 1)
 
 
-def test_a_log_file_that_was_moved_away(make, tmp_path):
+def test_a_log_file_that_was_moved_away(make_stack, tmp_path):
     path = tmp_path / "decisions.jsonl"
-    stack = make(decisions={"log_file": path})
+    stack = make_stack(decisions={"log_file": path})
     stack.post(BODY)
     eventually(lambda: len(lines(path)) == 1)
     path.rename(tmp_path / "old.jsonl")
@@ -252,8 +237,8 @@ def test_a_log_file_that_was_moved_away(make, tmp_path):
 # Live economics
 
 
-def test_times_are_learned_from_the_workers(make):
-    stack = make(prices=PRICES)
+def test_times_are_learned_from_the_workers(make_stack):
+    stack = make_stack(prices=PRICES)
     stack.large[0].seconds_per_token = 0.001
     stack.large[0].seconds_per_word = 0.01
     for size in (60, 240, 120, 400, 180, 300):
@@ -272,8 +257,8 @@ def test_times_are_learned_from_the_workers(make):
     assert 0.8 < large["mapped_share"] <= 1
 
 
-def test_a_mapper_that_is_down_maps_nothing(make):
-    stack = make()
+def test_a_mapper_that_is_down_maps_nothing(make_stack):
+    stack = make_stack()
     stack.mapper.fault = "status"
     talk = Talk("s")
     shares = []
@@ -299,8 +284,8 @@ def budget(at_limit="degrade", status=402, **limits):
     }
 
 
-def test_a_session_is_degraded_at_its_limit(make):
-    stack = make(policy=budget(session={"large_tokens": 100}), prices=PRICES)
+def test_a_session_is_degraded_at_its_limit(make_stack):
+    stack = make_stack(policy=budget(session={"large_tokens": 100}), prices=PRICES)
     talk = Talk("s")
     assert talk.turn(stack)["x-baton-tier"] == "large"
     answer = talk.turn(stack)
@@ -315,8 +300,8 @@ def test_a_session_is_degraded_at_its_limit(make):
 
 @pytest.mark.parametrize("status", [402, 429])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tenant_is_refused_at_its_limit(make, status, stream):
-    stack = make(policy=budget("reject", status, tenant={"money": 0.001}), prices=PRICES)
+def test_a_tenant_is_refused_at_its_limit(make_stack, status, stream):
+    stack = make_stack(policy=budget("reject", status, tenant={"money": 0.001}), prices=PRICES)
     while (answer := stack.post({**BODY, "stream": stream})).status_code == 200:
         assert len(stack.large[0].seen) < 100
     assert answer.status_code == status
@@ -337,10 +322,10 @@ def test_a_tenant_is_refused_at_its_limit(make, status, stream):
     assert len(stack.large[0].seen) == sent
 
 
-def test_the_official_client_does_not_try_again(make):
+def test_the_official_client_does_not_try_again(make_stack):
     import openai
 
-    stack = make(policy=budget("reject", 429, tenant={"large_tokens": 1}))
+    stack = make_stack(policy=budget("reject", 429, tenant={"large_tokens": 1}))
     stack.post(BODY)
     with pytest.raises(openai.RateLimitError) as error:
         stack.client(max_retries=3).chat.completions.create(**BODY)
@@ -348,10 +333,12 @@ def test_the_official_client_does_not_try_again(make):
     assert stack.metric("baton_rejected_total", reason="budget_tenant_large_tokens") == 1
 
 
-def test_one_tenants_spending_is_not_anothers(make, tmp_path):
+def test_one_tenants_spending_is_not_anothers(make_stack, tmp_path):
     path = tmp_path / "keys.yaml"
     a, b = keys.create(path, "a"), keys.create(path, "b")
-    stack = make(auth={"keys_file": str(path)}, policy=budget("reject", tenant={"large_tokens": 1}))
+    stack = make_stack(
+        auth={"keys_file": str(path)}, policy=budget("reject", tenant={"large_tokens": 1})
+    )
     for key, expected in ((a, 200), (a, 402), (b, 200)):
         assert stack.post(BODY, {"authorization": f"Bearer {key}"}).status_code == expected
 
@@ -369,9 +356,9 @@ def rollout(mode, **options):
     }
 
 
-def test_a_shadow_decides_and_is_logged_and_nothing_else(make, tmp_path):
+def test_a_shadow_decides_and_is_logged_and_nothing_else(make_stack, tmp_path):
     path = tmp_path / "decisions.jsonl"
-    stack = make(policy=rollout("shadow"), decisions={"log_file": path})
+    stack = make_stack(policy=rollout("shadow"), decisions={"log_file": path})
     assert tier(stack) == "small"
     assert not stack.large[0].seen
     (line,) = eventually(lambda: lines(path))
@@ -380,8 +367,8 @@ def test_a_shadow_decides_and_is_logged_and_nothing_else(make, tmp_path):
     assert stack.metric("baton_policy_shadow_total", tier="small", shadow_tier="large") == 1
 
 
-def test_a_canary_is_a_share_of_the_sessions(make):
-    stack = make(policy=rollout("canary", percent=30))
+def test_a_canary_is_a_share_of_the_sessions(make_stack):
+    stack = make_stack(policy=rollout("canary", percent=30))
     tiers = {
         number: {tier(stack, **{"x-session-id": f"session-{number}"}) for _ in range(2)}
         for number in range(60)
@@ -394,10 +381,10 @@ def test_a_canary_is_a_share_of_the_sessions(make):
     assert stack.metric("baton_policy_decisions_total", arm="current") == 120 - 2 * candidates
 
 
-def test_ab_by_tenant(make, tmp_path):
+def test_ab_by_tenant(make_stack, tmp_path):
     path = tmp_path / "keys.yaml"
     a, b = keys.create(path, "a"), keys.create(path, "b")
-    stack = make(auth={"keys_file": str(path)}, policy=rollout("ab", tenants=["b"]))
+    stack = make_stack(auth={"keys_file": str(path)}, policy=rollout("ab", tenants=["b"]))
     assert tier(stack, authorization=f"Bearer {a}") == "small"
     assert tier(stack, authorization=f"Bearer {b}") == "large"
     text = httpx.get(f"{stack.url}/metrics").text
@@ -407,8 +394,8 @@ def test_ab_by_tenant(make, tmp_path):
 # What is remembered of a session
 
 
-def test_a_session_that_goes_to_and_fro_stays_for_a_while(make):
-    stack = make(
+def test_a_session_that_goes_to_and_fro_stays_for_a_while(make_stack):
+    stack = make_stack(
         policy={
             "kind": "adaptive",
             "threshold": 0.1,
@@ -426,8 +413,8 @@ def test_a_session_that_goes_to_and_fro_stays_for_a_while(make):
     assert all(later - earlier >= 3 for earlier, later in itertools.pairwise(switches))
 
 
-def test_two_confirmations_keep_it_on_the_large_tier(make):
-    stack = make(
+def test_two_confirmations_keep_it_on_the_large_tier(make_stack):
+    stack = make_stack(
         policy={
             "kind": "adaptive",
             "threshold": 0.1,

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from deploy.demo import POLICIES, POLICY
-from deploy.local import LocalConfig, LocalStack, model_name
+from deploy.local import LocalConfig, LocalStack
 from mapper import calibrate
+from mapper.demo import model_name
 from mapper.demo.artifacts import KV_DTYPE, PAGE_SIZE, demo_artifacts
 from mapper.demo.models import demo_models
 from tests.e2e.talk import ADMIN_KEY

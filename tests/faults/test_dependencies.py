@@ -10,16 +10,7 @@ import pytest
 from router.auth import keys
 from tests.fakes.faults import Fault
 from tests.fakes.server import Threaded
-from tests.redis_server import RedisServer
 from tests.stack import Talk, eventually, user
-
-
-@pytest.fixture
-def redis_server():
-    server = RedisServer().start()
-    yield server
-    server.close()
-
 
 # Redis
 

@@ -5,18 +5,10 @@ import pytest
 
 from tests.fakes.faults import Fault
 from tests.fakes.server import Threaded
-from tests.redis_server import RedisServer
 from tests.stack import Stack, Talk, eventually
 
 ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 60.0}
 KEY = {"authorization": "Bearer the-admin-key"}
-
-
-@pytest.fixture
-def redis_server():
-    server = RedisServer().start()
-    yield server
-    server.close()
 
 
 @pytest.fixture

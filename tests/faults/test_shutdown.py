@@ -17,7 +17,6 @@ from router.metrics import MULTIPROC_DIR
 from tests.fakes.faults import Fault
 from tests.fakes.server import Threaded
 from tests.fakes.worker import FakeWorker
-from tests.redis_server import RedisServer
 from tests.stack import events, eventually, user
 
 SERVE = "import sys; from router import serve, settings; sys.exit(serve.run(settings.load(sys.argv[1])))"
@@ -235,69 +234,55 @@ def test_a_port_in_use_does_not_start(start, worker, processes):
     assert "Traceback" not in "".join(process.log) and str(port) in "".join(process.log)
 
 
-def test_several_processes_share_metrics_and_sessions(start, worker):
-    redis_server = RedisServer().start()
-    try:
-        process = start([worker.url], processes=2, redis_url=redis_server.url).wait_ready()
-        pids = set()
-        messages = []
-        for number in range(12):
-            messages.append(user(f"turn {number}"))
-            body = {"model": "auto", "messages": messages}
-            # A new connection each time, so that both processes get some.
-            response = httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=30)
-            answer = response.json()["choices"][0]["message"]["content"]
-            messages.append({"role": "assistant", "content": answer})
-            pids.add(response.headers["x-baton-session"])
-        assert len(pids) == 1
-        for _ in range(6):
-            text = httpx.get(f"{process.url}/metrics").text
-            line = next(
-                line
-                for line in text.splitlines()
-                if line.startswith('baton_requests_total{route="/v1/chat/completions"')
-            )
-            assert line.endswith(" 12.0")
-        process.term()
-        assert process.process.wait(30) == 0
-    finally:
-        redis_server.close()
-
-
-def test_a_killed_process_is_replaced(start, worker):
-    redis_server = RedisServer().start()
-    try:
-        process = start([worker.url], processes=2, redis_url=redis_server.url).wait_ready()
-        children = eventually(lambda: len(c := _children(process.process.pid)) >= 2 and c, 30)
-        gauges = f"gauge_live*_{children[0]}.db"
-        folder = _metrics_folder(children[0])
-        eventually(lambda: list(folder.glob(gauges)), 30)
-        time.sleep(3.5)
-        os.kill(children[0], signal.SIGKILL)
-        eventually(lambda: any("process_ended" in line for line in process.log), 20)
-        eventually(lambda: len(_children(process.process.pid)) >= len(children), 30)
-        assert not list(folder.glob(gauges))
-        process.wait_ready()
-        process.term()
-        assert process.process.wait(30) == 0
-    finally:
-        redis_server.close()
-
-
-def test_processes_do_not_outlive_a_killed_parent(start, worker):
-    redis_server = RedisServer().start()
-    try:
-        timeouts = {"drain_delay_seconds": 0.0}
-        process = start(
-            [worker.url], processes=2, redis_url=redis_server.url, timeouts=timeouts
-        ).wait_ready()
-        children = _children(process.process.pid)
-        process.process.kill()
-        eventually(
-            lambda: not any(os.path.exists(f"/proc/{child}/cmdline") for child in children), 30
+def test_several_processes_share_metrics_and_sessions(start, worker, redis_server):
+    process = start([worker.url], processes=2, redis_url=redis_server.url).wait_ready()
+    pids = set()
+    messages = []
+    for number in range(12):
+        messages.append(user(f"turn {number}"))
+        body = {"model": "auto", "messages": messages}
+        # A new connection each time, so that both processes get some.
+        response = httpx.post(f"{process.url}/v1/chat/completions", json=body, timeout=30)
+        answer = response.json()["choices"][0]["message"]["content"]
+        messages.append({"role": "assistant", "content": answer})
+        pids.add(response.headers["x-baton-session"])
+    assert len(pids) == 1
+    for _ in range(6):
+        text = httpx.get(f"{process.url}/metrics").text
+        line = next(
+            line
+            for line in text.splitlines()
+            if line.startswith('baton_requests_total{route="/v1/chat/completions"')
         )
-    finally:
-        redis_server.close()
+        assert line.endswith(" 12.0")
+    process.term()
+    assert process.process.wait(30) == 0
+
+
+def test_a_killed_process_is_replaced(start, worker, redis_server):
+    process = start([worker.url], processes=2, redis_url=redis_server.url).wait_ready()
+    children = eventually(lambda: len(c := _children(process.process.pid)) >= 2 and c, 30)
+    gauges = f"gauge_live*_{children[0]}.db"
+    folder = _metrics_folder(children[0])
+    eventually(lambda: list(folder.glob(gauges)), 30)
+    time.sleep(3.5)
+    os.kill(children[0], signal.SIGKILL)
+    eventually(lambda: any("process_ended" in line for line in process.log), 20)
+    eventually(lambda: len(_children(process.process.pid)) >= len(children), 30)
+    assert not list(folder.glob(gauges))
+    process.wait_ready()
+    process.term()
+    assert process.process.wait(30) == 0
+
+
+def test_processes_do_not_outlive_a_killed_parent(start, worker, redis_server):
+    timeouts = {"drain_delay_seconds": 0.0}
+    process = start(
+        [worker.url], processes=2, redis_url=redis_server.url, timeouts=timeouts
+    ).wait_ready()
+    children = _children(process.process.pid)
+    process.process.kill()
+    eventually(lambda: not any(os.path.exists(f"/proc/{child}/cmdline") for child in children), 30)
 
 
 def _metrics_folder(pid):

@@ -29,7 +29,6 @@ from router.sessions.lineage import Lineage
 from router.settings import Price, Transfers
 from router.transfer.pairs import Pairs, by_class
 from router.turns.incoming import Incoming, Subject
-from tests.redis_server import RedisServer
 
 
 def incoming(messages, **body):
@@ -185,15 +184,8 @@ async def test_spending_in_memory(clock):
     assert await ledger.spent("a") == Spent()
 
 
-@pytest.fixture(scope="module")
-def server():
-    server = RedisServer().start()
-    yield server
-    server.close()
-
-
-async def test_spending_in_redis_is_seen_by_all_gateways(server, clock):
-    ledgers = [RedisLedger(server.url, None, 1.0, Metrics()) for _ in range(2)]
+async def test_spending_in_redis_is_seen_by_all_gateways(redis_server, clock):
+    ledgers = [RedisLedger(redis_server.url, None, 1.0, Metrics()) for _ in range(2)]
     await _spend(ledgers[0])
     assert await ledgers[1].spent("a") == Spent(money=0.75, large_tokens=3)
     clock[0] = "20260102"
@@ -201,24 +193,24 @@ async def test_spending_in_redis_is_seen_by_all_gateways(server, clock):
     # Each adds to its own.
     await asyncio.gather(*[ledger.add("a", Spent(money=1, large_tokens=1)) for ledger in ledgers])
     assert await ledgers[0].spent("a") == Spent(money=2, large_tokens=2)
-    keys = server.client().keys("baton:*:spend:*")
-    assert keys and all(0 < server.client().ttl(key) <= 2 * 24 * 3600 for key in keys)
+    keys = redis_server.client().keys("baton:*:spend:*")
+    assert keys and all(0 < redis_server.client().ttl(key) <= 2 * 24 * 3600 for key in keys)
     for ledger in ledgers:
         await ledger.close()
 
 
-async def test_without_redis_spending_goes_on_and_is_added_later(server, monkeypatch):
+async def test_without_redis_spending_goes_on_and_is_added_later(redis_server, monkeypatch):
     monkeypatch.setattr("router.redis_pool._PAUSE_SECONDS", 0.0)
     metrics = Metrics()
-    ledger = RedisLedger(server.url, None, 5.0, metrics)
+    ledger = RedisLedger(redis_server.url, None, 5.0, metrics)
     await ledger.add("c", Spent(money=1, large_tokens=10))
     assert await ledger.spent("c") == Spent(money=1, large_tokens=10)
-    server.stop()
+    redis_server.stop()
     await ledger.add("c", Spent(money=2, large_tokens=20))
     assert await ledger.spent("c") == Spent(money=3, large_tokens=30)
-    server.start()
+    redis_server.start()
     await ledger.add("c", Spent(money=4, large_tokens=40))
-    other = RedisLedger(server.url, None, 1.0, metrics)
+    other = RedisLedger(redis_server.url, None, 1.0, metrics)
     assert await other.spent("c") == Spent(money=7, large_tokens=70)
     assert await ledger.spent("c") == Spent(money=7, large_tokens=70)
     await asyncio.gather(ledger.close(), other.close())

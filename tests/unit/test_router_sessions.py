@@ -16,15 +16,6 @@ from router.transfer.outcome import Outcome
 from router.transfer.plan import new_epoch
 
 
-@pytest.fixture(scope="module")
-def redis_server():
-    from tests.redis_server import RedisServer
-
-    server = RedisServer().start()
-    yield server
-    server.close()
-
-
 @pytest.fixture(params=["memory", "redis"])
 async def store(request):
     if request.param == "memory":
