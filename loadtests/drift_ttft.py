@@ -245,9 +245,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--minutes", type=float, default=9.0, help="of measuring, at most")
-    parser.add_argument("--users", type=int, default=3)
-    parser.add_argument("--pause", type=float, default=5.0, help="mean seconds between turns")
+    parser.add_argument(
+        "--minutes", type=float, default=9.0, help="of measuring; two pairs of rounds at least"
+    )
+    parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between turns")
     parser.add_argument("--tokens", type=int, default=8, help="of an answer, at most")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(

@@ -1,5 +1,6 @@
 """Audits: what they ask, when they run and when they give way, and what they leave behind."""
 
+import asyncio
 import time
 
 import pytest
@@ -216,6 +217,33 @@ def test_a_user_on_another_device_ends_nothing(make):
     eventually(lambda: large.aborted_probes)
     large.probe_seconds = lambda body: 0.0
     audited(stack)
+
+
+def test_a_switch_ends_a_piece_before_its_worker_is_asked(make):
+    """For the mapper, too, needs what the audit has."""
+    stack = make()
+    large = stack.large[0]
+    other = Talk("other")
+    other.turn(stack, model="small")
+    large.probe_seconds = held_at(128)
+    switched(stack)
+    eventually(lambda: len(large.probes) == 3)
+    prepare = stack.gateway.transfers.prepare
+
+    async def once_aborted(*args):
+        for _ in range(1000):
+            if large.aborted_probes:
+                break
+            await asyncio.sleep(0.01)
+        before.append(len(large.aborted_probes))
+        return await prepare(*args)
+
+    before = []
+    stack.gateway.transfers.prepare = once_aborted
+    other.turn(stack, model="large")
+    assert before == [1]
+    large.probe_seconds = lambda body: 0.0
+    audited(stack, 2)
 
 
 def test_an_answer_is_not_scored_twice_on_its_lineage(make):
