@@ -113,6 +113,7 @@ class Adaptive(Policy):
                 "stay": session.stay,
                 "drift": session.drift,
                 "wishes": wish.memory.wishes,
+                "switch_probability": self.stability.likely(gain, bar, session),
                 **(weighed.scores() if weighed else {}),
             },
         )

@@ -106,6 +106,8 @@ class TierEconomics(Frozen):
     # Prompt tokens that this tier does not have exact or continued KV for, and the
     # predicted seconds to prefill them natively.
     uncached_tokens: int | None = Field(default=None, ge=0)
+    # What it has of the session is mapped KV, or computed on top of it.
+    lossy: bool = False
     prefill_seconds: float | None = Field(default=None, ge=0)
     decode_token_seconds: float | None = Field(default=None, ge=0)
     # Were the session to change to this tier: the share of `uncached_tokens` that mapped

@@ -27,15 +27,18 @@ class TierCosts(Frozen):
 
 
 class Cost(NamedTuple):
-    """Of one turn on one tier: money, seconds, and quality put at risk (in money)."""
+    """Of answering on one tier for a stay of several turns: money, seconds, and quality put at
+    risk, all in money. `catch_up` is paid once, the others turn by turn."""
 
     decode: float
-    prefill: float
+    # Reading the prompt by a tier that has the conversation: cached tokens, and new ones.
+    prompt: float
+    # Bringing the tier up to date, by prefill and by map.
+    catch_up: float
     penalty: float
 
-    @property
-    def total(self) -> float:
-        return self.decode + self.prefill + self.penalty
+    def a_turn(self, stay: int) -> float:
+        return self.decode + self.prompt + self.catch_up / stay + self.penalty
 
 
 class Weighed(NamedTuple):
@@ -44,35 +47,46 @@ class Weighed(NamedTuple):
     small: Cost
     large: Cost
     value: float
+    # Turns that catching up serves.
+    stay: int
     # How each tier would best answer: as the rules say, or natively where that is cheaper.
     kv: dict[Tier, Kv]
 
     @property
     def bar(self) -> float:
         """The gain at which both tiers are worth the same."""
-        return (self.large.total - self.small.total) / self.value
+        return (self.large.a_turn(self.stay) - self.small.a_turn(self.stay)) / self.value
 
     def bar_after(self, answered: float) -> float:
         """The same once the small tier has given so much of its answer: that is paid for."""
-        return (self.large.total - (1 - answered) * self.small.decode) / self.value
+        left = (1 - answered) * self.small.decode + self.small.penalty
+        return (self.large.a_turn(self.stay) - left) / self.value
 
     def scores(self) -> dict[str, float]:
         return {
             "extra_decode": self.large.decode - self.small.decode,
-            "extra_prefill": self.large.prefill - self.small.prefill,
+            "extra_prompt": self.large.prompt - self.small.prompt,
+            "extra_catch_up": self.large.catch_up - self.small.catch_up,
             "extra_penalty": self.large.penalty - self.small.penalty,
             "value": self.value,
         }
 
 
 class Switching(Frozen):
-    """Escalate only if gain * value > extra decode + (1 - mapped share) * prefill + penalty.
+    """Escalate only if gain * value > extra decode + prompt + catch-up / stay + penalty.
 
     `value` is what a right answer in place of a wrong one is worth, `second_price` what a
-    second of waiting costs, both in the currency of the prices.
+    second of waiting costs, both in the currency of the prices. Catching up is the prefill
+    that a map does not take over, and the map.
     """
 
     value: float = Field(gt=0)
+    # Turns that share what it costs to bring a tier up to date. With 1 each turn has to
+    # pay for it alone; it then goes up too late in long conversations, and maps what is
+    # prefilled in a moment but answered from for the rest of the session.
+    stay_turns: int = Field(default=8, ge=1)
+    # Share of answers from exact KV that are right: what a map can spoil at all.
+    answer_quality: float = Field(default=1.0, ge=0, le=1)
     second_price: float = Field(default=0.0, ge=0)
     # Expected length of an answer.
     answer_tokens: int = Field(default=200, ge=1)
@@ -84,8 +98,8 @@ class Switching(Frozen):
     ) -> Weighed:
         """Both tiers' costs; one comparison serves both directions.
 
-        The tier that has the session pays no prefill of the conversation, the other one pays
-        what a map does not take over.
+        The tier that has the session has nothing to catch up on, the other one has what a
+        map does not take over.
         """
         kvs: dict[Tier, Kv] = {}
         costs: dict[Tier, Cost] = {}
@@ -95,9 +109,9 @@ class Switching(Frozen):
                 way: self.cost(tier, turn, session, economics, task, kv, way)
                 for way in dict.fromkeys((wanted, "native"))
             }
-            kvs[tier] = min(ways, key=lambda way, ways=ways: ways[way].total)
+            kvs[tier] = min(ways, key=lambda way, ways=ways: ways[way].a_turn(self.stay_turns))
             costs[tier] = ways[kvs[tier]]
-        return Weighed(costs["small"], costs["large"], self.value, kvs)
+        return Weighed(costs["small"], costs["large"], self.value, self.stay_turns, kvs)
 
     def cost(
         self,
@@ -113,7 +127,8 @@ class Switching(Frozen):
         live = economics.tiers.get(tier) or TierEconomics()
         prompt = prompt_tokens(turn)
         stays = session.tier == tier
-        uncached = _uncached(live, turn, session, stays, kv)
+        lossy = live.lossy or (stays and session.lossy)
+        uncached = _uncached(live, turn, stays, lossy and kv == "native")
         prefill_seconds = uncached / costs.prefill_tokens_per_second
         if live.prefill_seconds is not None and live.uncached_tokens:
             prefill_seconds = live.prefill_seconds * uncached / live.uncached_tokens
@@ -124,18 +139,22 @@ class Switching(Frozen):
             map_seconds = live.map_seconds
         prompt_price = _first(live.prompt_price, costs.prompt_price)
         cached_price = _first(live.cached_price, costs.cached_price, prompt_price)
-        rest = uncached - taken
-        prefill = rest * prompt_price + max(0.0, prompt - rest) * cached_price
-        seconds = (1 - share) * prefill_seconds + map_seconds
+        missing = uncached - taken
+        # What the user has just written every tier reads; the rest it has missed.
+        new = min(len(turn.text) / _CHARS_PER_TOKEN, missing)
+        token_prefill = prefill_seconds / uncached * self.second_price if uncached else 0.0
+        cached_money = max(0.0, prompt - new) * cached_price / 1e6
         # A tier that goes on with mapped KV answers from it as one does that begins to.
-        inexact = 1.0 if stays and session.lossy and kv != "native" else share
+        inexact = 1.0 if lossy and kv != "native" else share
         answer = self.answer_length(turn)
         token_seconds = _first(live.decode_token_seconds, 1 / costs.decode_tokens_per_second)
         token_price = _first(live.completion_price, costs.completion_price) / 1e6
         return Cost(
             decode=answer * (token_price + token_seconds * self.second_price),
-            prefill=prefill / 1e6 + seconds * self.second_price,
-            penalty=self.value * inexact * choice.loss(task, session, live),
+            prompt=cached_money + new * (prompt_price / 1e6 + token_prefill),
+            catch_up=(missing - new) * ((prompt_price - cached_price) / 1e6 + token_prefill)
+            + map_seconds * self.second_price,
+            penalty=self.value * self.answer_quality * inexact * choice.loss(task, session, live),
         )
 
     def answer_length(self, turn: Turn) -> int:
@@ -156,9 +175,9 @@ def mapped_share(live: TierEconomics, uncached: float, kv: Kv, choice: KvChoice)
     return max(0.0, live.mapped_share - tail / uncached)
 
 
-def _uncached(live: TierEconomics, turn: Turn, session: SessionView, stays: bool, kv: Kv) -> float:
-    if stays and session.lossy and kv == "native":
-        # Re-anchored: nothing of a lossy lineage is used.
+def _uncached(live: TierEconomics, turn: Turn, stays: bool, reanchored: bool) -> float:
+    if reanchored:
+        # Nothing of a lossy lineage is used.
         return prompt_tokens(turn)
     if live.uncached_tokens is not None:
         return live.uncached_tokens

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from pydantic import Field
 
 from policies.base import Frozen, Memory, SessionView, Tier
+
+# How far the gain moves from one turn to the next, about; in `likely`.
+_STEP = 0.1
 
 
 class Wish(NamedTuple):
@@ -46,6 +50,18 @@ class Stability(Frozen):
     def escalated(self, session: SessionView) -> Memory:
         """What to remember of a turn that a cascade sends to the large tier."""
         return self._remember(session, wants_large=True)
+
+    def likely(self, gain: float, bar: float, session: SessionView) -> float:
+        """How likely the session's next turn is to want the large tier, after this one on small.
+
+        A guess from this turn's distance to the bar, as hard turns come in runs; rising with
+        it and between 0 and 1, but not calibrated. 0 when the next turn may not switch.
+        """
+        stay = session.stay + 1 if session.tier == "small" else 1
+        switched = session.switches_up + session.switches_down + (session.tier == "large") > 0
+        if switched and stay < self.min_stay:
+            return 0.0
+        return 1 / (1 + math.exp(min(700.0, (bar + self.hysteresis - gain) / _STEP)))
 
     def _remember(self, session: SessionView, wants_large: bool) -> Memory:
         idle = session.idle_seconds >= self.idle_seconds

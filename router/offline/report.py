@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from router.offline.curves import Curve
+from router.offline.tables import interval, table
 
 # Drawn boldly; the other scores are thin.
 _MAIN = ("classifier", "cascade")
@@ -29,47 +30,65 @@ def markdown(found: dict[str, Any]) -> str:
         "score finds the turns on which the large model is better. Costs are in always-large; "
         f"a small turn is {found['small_cost']:g} and a cascade pays for it on every turn.",
         "",
-        "| score | AUC | gap recovered | above shuffled | at 30 % large | within tasks, at 30 % "
-        "| cost of 50 / 80 / 95 % of large's quality | of 50 / 80 / 95 % of the gap |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, one in found["scores"].items():
-        against = one["against_shuffled"]
-        lines.append(
-            f"| {name} | {_number(one['auc'])} | {_number(one['gap_recovered'])} "
-            f"| {_interval(against['area'])} | {_interval(against['30%'])} "
-            f"| {_interval(one['against_shuffled_within_task']['30%'])} "
-            f"| {_levels(one['of_large_quality'])} | {_levels(one['of_gap'])} |"
-        )
-    for name in ("oracle", "shuffled"):
-        one = found[name]
-        lines.append(
-            f"| {name} | | {_number(one['gap_recovered'])} | | | "
-            f"| {_levels(one['of_large_quality'])} | {_levels(one['of_gap'])} |"
-        )
-    lines += ["", f"Thresholds for {found['goal']}, on the held-out turns:", ""]
-    lines += ["| score | threshold | large turns | quality | loss per session |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
-    for name, one in found["scores"].items():
-        if at := one.get("at_threshold"):
-            lines.append(
-                f"| {name} | {at['threshold']:.4g} | {at['large_share']:.1%} "
-                f"| {at['quality']:.3f} | {at['session_loss']:.3f} |"
-            )
-        else:
-            lines.append(f"| {name} | cannot be had | | | |")
+        *table(
+            (
+                "score", "AUC", "gap recovered", "above shuffled", "at 30 % large",
+                "within tasks, at 30 %", "cost of 50 / 80 / 95 % of large's quality",
+                "of 50 / 80 / 95 % of the gap",
+            ),
+            [*_scores(found), *(_control(name, found[name]) for name in ("oracle", "shuffled"))],
+        ),
+        "",
+        f"Thresholds for {found['goal']}, on the held-out turns:",
+        "",
+        *table(
+            ("score", "threshold", "large turns", "quality", "loss per session"),
+            [_at_threshold(name, one) for name, one in found["scores"].items()],
+        ),
+    ]  # fmt: skip
     if assumption := found.get("assumption"):
         lines += ["", assumption]
-    lines += ["", "| task | turns | small | large |", "| --- | --- | --- | --- |"]
-    for task, one in found["by_task"].items():
-        lines.append(f"| {task} | {one['turns']} | {one['small']:.3f} | {one['large']:.3f} |")
+    tasks = found["by_task"].items()
+    lines += ["", *table(("task", "turns", "small", "large"), [
+        (task, one["turns"], f"{one['small']:.3f}", f"{one['large']:.3f}") for task, one in tasks
+    ])]  # fmt: skip
     lines += ["", "Predicted and real gain of the large model, in fifths of the held-out turns:"]
-    lines += ["", "| score | predicted -> real |", "| --- | --- |"]
-    for name, one in found["scores"].items():
-        if groups := one.get("calibration"):
-            pairs = ", ".join(f"{g['predicted']:+.3f} -> {g['real']:+.3f}" for g in groups)
-            lines.append(f"| {name} | {pairs} |")
+    calibrated = [
+        (name, ", ".join(f"{g['predicted']:+.3f} -> {g['real']:+.3f}" for g in groups))
+        for name, one in found["scores"].items()
+        if (groups := one.get("calibration"))
+    ]
+    lines += ["", *table(("score", "predicted -> real"), calibrated)]
     return "\n".join([*lines, "", "![curves](curves.png)", ""])
+
+
+def _scores(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    return [
+        (
+            name,
+            _number(one["auc"]),
+            _number(one["gap_recovered"]),
+            interval(one["against_shuffled"]["area"]),
+            interval(one["against_shuffled"]["30%"]),
+            interval(one["against_shuffled_within_task"]["30%"]),
+            _levels(one["of_large_quality"]),
+            _levels(one["of_gap"]),
+        )
+        for name, one in found["scores"].items()
+    ]
+
+
+def _control(name: str, one: dict[str, Any]) -> tuple[str | None, ...]:
+    levels = _levels(one["of_large_quality"]), _levels(one["of_gap"])
+    return (name, None, _number(one["gap_recovered"]), None, None, None, *levels)
+
+
+def _at_threshold(name: str, one: dict[str, Any]) -> tuple[str | None, ...]:
+    at = one.get("at_threshold")
+    if at is None:
+        return (name, "cannot be had", None, None, None)
+    figures = f"{at['large_share']:.1%}", f"{at['quality']:.3f}", f"{at['session_loss']:.3f}"
+    return (name, f"{at['threshold']:.4g}", *figures)
 
 
 def plot(lines: dict[str, Curve], path: Path) -> None:
@@ -92,10 +111,6 @@ def plot(lines: dict[str, Curve], path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
-
-
-def _interval(one: dict[str, float]) -> str:
-    return f"{one['difference']:+.4f} ({one['low']:+.4f} to {one['high']:+.4f})"
 
 
 def _number(value: float | None) -> str:

@@ -110,6 +110,7 @@ class _Turn:
                 cached_price=model.cached_price,
                 completion_price=model.completion_price,
                 uncached_tokens=uncached,
+                lossy=self.state.lossy[tier],
                 prefill_seconds=model.prefill_seconds(uncached, self.state.holds[tier]),
                 decode_token_seconds=model.decode_token_seconds,
                 mapped_share=mapped / uncached if uncached else 0.0,

@@ -53,6 +53,7 @@ class Fleet:
             cached_price=price.of_cached if price else None,
             completion_price=price.completion if price else None,
             uncached_tokens=uncached,
+            lossy=session is not None and session.lineage(model).lossy is not None,
             prefill_seconds=(
                 self._books.model(worker.name).predict(uncached, held, 0) if worker else None
             ),
