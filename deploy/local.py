@@ -173,6 +173,8 @@ class LocalStack:
             "policy": self.config.policy,
             # On a CPU the prefill that a transfer replaces takes many seconds.
             "transfers": {"deadline_ms": 10_000},
+            # A user who comes waits for the audit's piece that is running: some 0.1 s of so many.
+            "drift": {"audit_piece_tokens": 32},
             "workers": [
                 {
                     "name": tier,
