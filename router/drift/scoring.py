@@ -12,10 +12,10 @@ of the whole turn behind, on which the session goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from router.drift import probe
 from router.drift.probe import Namespace, ProbeFailed, Scored
@@ -27,6 +27,7 @@ from router.settings import Drift, direction
 from router.transfer.outcome import Outcome
 from router.workers.worker import Worker
 
+T = TypeVar("T")
 # Tokens that a template may put after an answer: its end, and a line end.
 _CLOSING = 4
 
@@ -76,17 +77,9 @@ class Scoring:
 
     async def run(self) -> Finding:
         """Raises ProbeFailed."""
-        audit = self._audit
-        prompt, whole = await self._spare.run(
-            audit.worker,
-            audit.since,
-            partial(
-                probe.conversation_ids,
-                audit.worker,
-                audit.body,
-                audit.answer,
-                self._tokenize_seconds,
-            ),
+        audit, seconds = self._audit, self._tokenize_seconds
+        prompt, whole = await self._spared(
+            partial(probe.conversation_ids, audit.worker, audit.body, audit.answer, seconds)
         )
         mapped = await self._on_lineage(prompt, whole)
         pieces = await self._exactly(whole, len(whole) if mapped is None else len(prompt))
@@ -111,9 +104,7 @@ class Scoring:
         closing = len(whole) - start - length
         if whole[:start] != prompt or not length or not 0 <= closing <= _CLOSING:
             return None
-        lineage = Namespace(
-            self._audit.tenant, extra_key(self._audit.session, self._audit.turn.epoch)
-        )
+        lineage = Namespace(self._audit.tenant, extra_key(self._audit.session, turn.epoch))
         found: list[float] = []
         for begin, end in self._pieces(start + length, start):
             try:
@@ -151,11 +142,12 @@ class Scoring:
     async def _score(
         self, ids: list[int], start: int, where: Namespace, again: bool = True
     ) -> Scored:
-        audit, priority = self._audit, self._settings.audit_priority
-        piece = partial(probe.score, audit.worker, ids, start, where, priority)
-        return await self._spare.run(audit.worker, audit.since, piece, again)
+        worker, priority = self._audit.worker, self._settings.audit_priority
+        return await self._spared(partial(probe.score, worker, ids, start, where, priority), again)
 
     async def _prefill(self, ids: list[int], where: Namespace) -> Scored:
-        audit, priority = self._audit, self._settings.audit_priority
-        piece = partial(probe.prefill, audit.worker, ids, where, priority)
-        return await self._spare.run(audit.worker, audit.since, piece)
+        worker, priority = self._audit.worker, self._settings.audit_priority
+        return await self._spared(partial(probe.prefill, worker, ids, where, priority))
+
+    async def _spared(self, piece: Callable[[], Awaitable[T]], again: bool = True) -> T:
+        return await self._spare.run(self._audit.worker, self._audit.since, piece, again)
