@@ -208,7 +208,7 @@ def plot(path: Path, report: dict[str, Any]) -> None:
         ]
         boxes = left.boxplot(
             seconds, positions=[at + offset for at in range(len(kinds))], widths=0.3,
-            patch_artist=True, manage_ticks=False,
+            patch_artist=True, manage_ticks=False, medianprops={"color": "black"},
         )  # fmt: skip
         colour = {UNAUDITED: "lightgrey", AUDITED: "tab:orange"}[arm]
         for box in boxes["boxes"]:
