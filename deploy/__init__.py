@@ -1,1 +1,1 @@
-"""Ways to run Baton: one machine, containers, Kubernetes."""
+"""Ways to run Baton, and what a machine needs for it."""

@@ -123,20 +123,8 @@ class LocalStack:
             )
         self._progress("redis-server")
         port = self.config.ports["redis"]
-        self._start(
-            "redis",
-            [
-                binary,
-                "--port",
-                str(port),
-                "--bind",
-                "127.0.0.1",
-                "--save",
-                "",
-                "--appendonly",
-                "no",
-            ],
-        )
+        options = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+        self._start("redis", [binary, "--port", str(port), *options])
         client = redis.Redis(port=port)
         self._wait("redis", lambda: bool(client.ping()), 15)
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
+import torch
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
+from mapper.errors import MapperError
 from mapper.service.log import configure as configure_log
 from mapper.service.metrics import Metrics
 from mapper.service.pairs import Pairs
@@ -24,13 +26,27 @@ log = structlog.get_logger()
 
 @dataclass(frozen=True)
 class MapperConfig:
-    """`listen` is `HOST:PORT` or `unix:///path`; `device` is where maps are applied."""
+    """`listen` is `HOST:PORT` or `unix:///path`; `device` is where maps are applied.
+
+    Raises MapperError where one of the two cannot be.
+    """
 
     store: Path
     store_bytes: int
     artifacts: Sequence[Path]
     listen: str = "127.0.0.1:8401"
     device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        host, _, port = self.listen.rpartition(":")
+        tcp = host != "" and port.isdecimal() and int(port) < 1 << 16
+        if not tcp and not self.listen.startswith("unix:///"):
+            raise MapperError(f"listen: {self.listen!r} is neither HOST:PORT nor unix:///PATH")
+        kind = self.device.partition(":")[0]
+        if kind not in ("cpu", "cuda"):
+            raise MapperError(f"device: {self.device!r} is neither cpu nor cuda")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise MapperError(f"device: there is no {self.device!r} here; `baton doctor` has more")
 
 
 def create_app(config: MapperConfig) -> FastAPI:

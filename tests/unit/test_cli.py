@@ -33,6 +33,21 @@ def test_a_missing_artifact_is_one_line_and_exit_1(tmp_path):
     assert result.output.startswith("baton: ") and "Traceback" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("--listen", "8401", "HOST:PORT"),
+        ("--listen", "localhost:http", "unix:///"),
+        ("--device", "tpu", "cuda"),
+    ],
+)
+def test_a_bad_option_of_the_mapper_is_one_line(tmp_path, option, value, allowed):
+    result = runner.invoke(app, ["mapper", "--store", str(tmp_path), option, value])
+    assert result.exit_code == 1
+    assert len(result.output.splitlines()) == 1
+    assert value in result.output and allowed in result.output
+
+
 def test_a_bad_configuration_names_file_and_key(tmp_path):
     file = tmp_path / "gateway.yaml"
     file.write_text("workers: []\nprot: 1\n")
