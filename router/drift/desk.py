@@ -88,10 +88,11 @@ class Desk:
         turn: TurnRecord,
         leg: Leg,
         decision: Decision,
+        policy: str,
     ) -> None:
         """Schedules what the turn gives reason for; never waits and never fails.
 
-        `session` is its state with this turn in it.
+        `session` is its state with this turn in it, `policy` the name of the one that decided.
         """
         tenant, body = incoming.tenant, incoming.clean
         worker, answer = leg.worker, leg.upstream.answer
@@ -105,7 +106,7 @@ class Desk:
             del said["tool_calls"]
         # The record as it was kept, with its number.
         turn = next((one for one in session.timeline if one.at == turn.at), turn)
-        if turn.epoch is not None and self._wanted(session, turn, incoming):
+        if turn.epoch is not None and self._wanted(session, turn, policy, decision):
             self._audits.submit(
                 Audit(tenant, session.id, session.born, turn, leg.outcome, worker, body, said)
             )
@@ -116,13 +117,14 @@ class Desk:
         elif (target := self._pool.models.get("large")) and self._switch_is_likely(decision):
             self._ahead.begin(Likely(tenant, session.id, worker, target, body, said))
 
-    def _wanted(self, session: Session, turn: TurnRecord, incoming: Incoming) -> bool:
+    def _wanted(self, session: Session, turn: TurnRecord, policy: str, decision: Decision) -> bool:
         settings, lossy = self._settings, session.lineage(turn.model).lossy
         above = settings.audit_above_tokens
         if lossy is not None and above is not None and lossy.mapped >= above:
             return True
-        policy = incoming.headers.get("x-baton-policy") or "default"
-        return random.random() < settings.audit_rates.get(policy, settings.audit_rate)
+        # The part of a rollout that decided goes before the rollout.
+        rates, part = settings.audit_rates, f"{policy}.{decision.arm}"
+        return random.random() < rates.get(part, rates.get(policy, settings.audit_rate))
 
     def _switch_is_likely(self, decision: Decision) -> bool:
         above = self._settings.ahead_above

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import httpx
 
+from router.relay.parser import Usage
 from router.workers.worker import Worker
 
 # The end of a long text tells as much as all of it, and takes less time.
@@ -12,13 +15,20 @@ _MAX_CHARS = 4000
 _NAMESPACE = "likelihood"
 
 
-async def prompt_logprob(worker: Worker, text: str, tenant: str, seconds: float) -> float | None:
-    """Mean log-probability of the text's tokens, in nats; None when it is not had in time.
+class Likelihood(NamedTuple):
+    """Mean log-probability of a text's tokens, in nats, and what asking for it has used.
 
-    Through SGLang's /generate, which can return the prompt's log-probabilities.
+    None is what was not had in time.
     """
+
+    logprob: float | None = None
+    usage: Usage | None = None
+
+
+async def likelihood(worker: Worker, text: str, tenant: str, seconds: float) -> Likelihood:
+    """Through SGLang's /generate, which can return the prompt's log-probabilities."""
     if not text:
-        return None
+        return Likelihood()
     body = {
         "text": text[-_MAX_CHARS:],
         "sampling_params": {"max_new_tokens": 1, "temperature": 0},
@@ -31,9 +41,12 @@ async def prompt_logprob(worker: Worker, text: str, tenant: str, seconds: float)
         with worker.busy():
             response = await worker.client.post("/generate", json=body, timeout=seconds)
         response.raise_for_status()
-        entries = response.json()["meta_info"]["input_token_logprobs"]
+        meta = response.json()["meta_info"]
+        entries = meta["input_token_logprobs"]
+        # The one token that it has to write is thrown away, and paid for.
+        usage = Usage(int(meta["prompt_tokens"]), 1, int(meta.get("cached_tokens") or 0))
         # The first token has nothing before it, and so no value.
         values = [float(entry[0]) for entry in entries if entry[0] is not None]
     except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError):
-        return None
-    return sum(values) / len(values) if values else None
+        return Likelihood()
+    return Likelihood(sum(values) / len(values) if values else None, usage)

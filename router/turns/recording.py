@@ -25,8 +25,10 @@ logger = log.get("turn")
 class Recorder:
     """Records a turn once, whoever comes first: its end, its client's going, or a cut."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, policy: str) -> None:
         self._gateway = gateway
+        # The name of the policy that decided.
+        self._policy = policy
         self.finished = False
         self.spent = Spent()
 
@@ -39,9 +41,23 @@ class Recorder:
         self.finished = True
         bookings = [self._book(subject, one) for one in legs]
         await asyncio.gather(
-            self._gateway.ledger.add(subject.incoming.tenant, self.spent),
+            self.pay(subject.incoming.tenant),
             self._save(subject, decision, legs, bookings, complete),
         )
+
+    async def pay(self, tenant: str) -> None:
+        """Puts what the turn has cost on the tenant's account, once."""
+        if self.spent != Spent():
+            await self._gateway.ledger.add(tenant, self.spent)
+
+    def charge(self, tier: Tier, usage: Usage, basis: str = "reported") -> None:
+        metrics = self._gateway.metrics
+        metrics.tokens.labels(tier, "prompt", basis).inc(usage.prompt_tokens)
+        metrics.tokens.labels(tier, "cached", basis).inc(usage.cached_tokens or 0)
+        metrics.tokens.labels(tier, "completion", basis).inc(usage.completion_tokens)
+        spent = cost(tier, self._gateway.settings.prices.of(tier), usage)
+        metrics.money.labels(tier).inc(spent.money)
+        self.spent = budgets.plus(self.spent, spent)
 
     async def _save(
         self,
@@ -81,28 +97,21 @@ class Recorder:
             logger.warning("session_not_saved", session=subject.identity.id)
             return
         if complete:
-            self._gateway.drift.follow_up(subject.incoming, session, turn, leg, decision)
+            self._gateway.drift.follow_up(
+                subject.incoming, session, turn, leg, decision, self._policy
+            )
 
     def _book(self, subject: Subject, leg: Leg) -> Booking:
         for usage in leg.checks:
-            self._charge(leg.tier, usage, "reported")
+            self.charge(leg.tier, usage)
         if leg.usage is None:
             return Booking()
-        self._charge(leg.tier, leg.usage, leg.basis)
+        self.charge(leg.tier, leg.usage, leg.basis)
         if leg.basis != "reported":
             return Booking()
         booking = self._gateway.books.book(leg.worker, leg.outcome, leg.usage)
         self._learn(subject, leg, booking)
         return booking
-
-    def _charge(self, tier: Tier, usage: Usage, basis: str) -> None:
-        metrics = self._gateway.metrics
-        metrics.tokens.labels(tier, "prompt", basis).inc(usage.prompt_tokens)
-        metrics.tokens.labels(tier, "cached", basis).inc(usage.cached_tokens or 0)
-        metrics.tokens.labels(tier, "completion", basis).inc(usage.completion_tokens)
-        spent = cost(tier, self._gateway.settings.prices.of(tier), usage)
-        metrics.money.labels(tier).inc(spent.money)
-        self.spent = budgets.plus(self.spent, spent)
 
     def _learn(self, subject: Subject, leg: Leg, booking: Booking) -> None:
         """What the answer tells of prompts, worker and mapper."""

@@ -11,6 +11,7 @@ from policies import Decision, Signals
 from router import log
 from router.gateway import Gateway
 from router.relay.logprobs import Strip
+from router.relay.parser import Usage
 from router.routing import explain
 from router.routing.route import Routed
 from router.sessions.base import Session
@@ -43,7 +44,7 @@ class Reply:
         # The leg at hand, which may not have begun.
         self._leg: Leg | None = None
         self._writer: relay.Writer | None = None
-        self._recorder = Recorder(gateway)
+        self._recorder = Recorder(gateway, routed.name)
 
     @property
     def begun(self) -> bool:
@@ -102,6 +103,14 @@ class Reply:
             await leg.settle(count=True)
         await last.settle(count)
         await self._recorder.finish(self.subject, self.decision, self.legs, complete)
+
+    def charge(self, tier: Tier, usage: Usage) -> None:
+        """What was asked of a worker before the decision."""
+        self._recorder.charge(tier, usage)
+
+    async def refused(self) -> None:
+        """The turn is not answered; what was asked for it is paid for all the same."""
+        await self._recorder.pay(self.subject.incoming.tenant)
 
     def log_decision(self) -> None:
         routed = self._routed

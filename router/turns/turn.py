@@ -11,7 +11,7 @@ from policies import Policy
 from router.errors import ApiError
 from router.gateway import Gateway
 from router.routing.facts import questions
-from router.routing.likelihood import prompt_logprob
+from router.routing.likelihood import Likelihood, likelihood
 from router.routing.route import refusal
 from router.sessions.base import Session
 from router.settings import Tier
@@ -39,12 +39,15 @@ class Turn:
         subject, spent = await asyncio.gather(
             identify(gateway.store, self._in), gateway.ledger.spent(self._in.tenant)
         )
-        likelihood = await self._likelihood(subject, policy)
-        routed = gateway.route.decide(subject, name, policy, forced, spent, likelihood)
+        likely = await self._likelihood(subject, policy)
+        routed = gateway.route.decide(subject, name, policy, forced, spent, likely.logprob)
         self._reply = reply = Reply(gateway, self._in, subject, routed)
+        if likely.usage is not None:
+            reply.charge("small", likely.usage)
         decision = reply.decision
         if decision.rejection is not None:
             gateway.metrics.rejected.labels(decision.rejection.code).inc()
+            await reply.refused()
             raise refusal(decision, reply.explanation())
         # Only a turn that was not asked for by model, and has not used up a budget, may be
         # answered by the other tier.
@@ -120,12 +123,12 @@ class Turn:
                 return
         raise failure.error
 
-    async def _likelihood(self, subject: Subject, policy: Policy) -> float | None:
+    async def _likelihood(self, subject: Subject, policy: Policy) -> Likelihood:
         if not policy.needs_prompt_logprob:
-            return None
+            return Likelihood()
         worker = self._gateway.pool.pick("small", subject.affinity)
         if worker is None:
-            return None
+            return Likelihood()
         seconds = self._gateway.settings.timeouts.tokenize_seconds
         text = (questions(self._in.messages) or [""])[-1]
-        return await prompt_logprob(worker, text, self._in.tenant, seconds)
+        return await likelihood(worker, text, self._in.tenant, seconds)

@@ -120,6 +120,22 @@ def test_a_rate_by_policy(make):
     assert session(stack, "unwatched")["timeline"][1]["audit"] == "none"
 
 
+@pytest.mark.parametrize("part", ["current", "candidate"])
+def test_a_rate_by_the_part_of_a_rollout_that_decided(make, part):
+    turns = {"kind": "turns", "escalate_at": 2}
+    rollout = {
+        "kind": "rollout", "mode": "canary", "percent": 100 if part == "candidate" else 0,
+        "current": turns, "candidate": turns,
+    }  # fmt: skip
+    drift = {"audit_rate": 0.0, "audit_rates": {"default": 0.0, "default.candidate": 1.0}}
+    stack = make(drift, policy=rollout)
+    switched(stack)
+    if part == "candidate":
+        audited(stack)
+    expected = "measured" if part == "candidate" else "none"
+    assert session(stack)["timeline"][1]["audit"] == expected
+
+
 def test_a_busy_worker_is_not_audited(make):
     stack = make({**ALWAYS, "audit_wait_seconds": 0.3})
     large = stack.large[0]

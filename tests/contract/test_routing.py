@@ -427,3 +427,29 @@ def test_two_confirmations_keep_it_on_the_large_tier(make_stack):
     headers = [talk.turn(stack, text=text) for text in (hard, hard, easy, easy)]
     assert [one["x-baton-tier"] for one in headers] == ["large"] * 4
     assert headers[-1]["x-baton-reason"] == "latched"
+
+
+READS_PROMPT = {"weights": {"prompt_logprob": -1.0}, "fill": {"prompt_logprob": -1.0}}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_what_is_asked_before_the_decision_is_paid_for(make_stack, refused):
+    policy = {
+        "kind": "adaptive",
+        "threshold": 1.0,
+        "classifier": {"model": READS_PROMPT},
+        **({"budgets": {"tenant": {"money": 1e-9}, "at_limit": "reject"}} if refused else {}),
+    }
+    stack = make_stack(policy=policy, prices=PRICES)
+    usage = stack.post(BODY).json()["usage"]
+    (probe,) = stack.small[0].probes
+    assert probe["text"] == BODY["messages"][0]["content"]
+    # The fake counts a token a byte. Small tokens cost 1, and 2 where they are written.
+    asked = len(probe["text"].encode()) + 2
+    answer = usage["prompt_tokens"] + 2 * usage["completion_tokens"]
+    money = stack.metric("baton_money_total", tier="small")
+    assert money == pytest.approx((asked + answer) / 1e6)
+    if refused:
+        assert stack.post(BODY).status_code == 402
+        money = stack.metric("baton_money_total", tier="small")
+        assert money == pytest.approx((2 * asked + answer) / 1e6)

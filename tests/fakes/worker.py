@@ -92,7 +92,8 @@ class FakeWorker:
         self.probes.append(body)
         if self.probe_fault is not None:
             return JSONResponse({"error": {"message": "scripted failure"}}, self.probe_fault)
-        ids, start = body["input_ids"], body.get("logprob_start_len")
+        start = body.get("logprob_start_len")
+        ids = body["input_ids"] if "input_ids" in body else list(body["text"].encode())
         namespace = (self.model, body.get("extra_key"), body.get("cache_salt"))
         readable = ids if start is None else ids[:start]
         cached = PAGE * self.store.prefix(namespace, pages(readable))
