@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,13 +28,11 @@ console = Console(stderr=True)
 class Answer:
     """One model's answer: right (1) or wrong (0), and its tokens' log-probabilities (nats).
 
-    `soft` is the probability that the model gives to the right option among all. `margin`
-    is the distance from the answer to the runner-up, in nats a token of the answer: the
-    runner-up is another option, or for a generated word each token's second likeliest.
+    `margin` is the distance from the answer to the runner-up, in nats a token of the answer:
+    the runner-up is another option, or for a generated word each token's second likeliest.
     """
 
     quality: float
-    soft: float
     logprobs: list[float]
     margin: float
     prompt_logprob: float | None
@@ -90,7 +87,6 @@ class Answerer:
         best = values.index(ordered[0])
         return Answer(
             quality=float(best == question.label),
-            soft=_softmax([sum(one) for one in scored])[question.label],
             logprobs=scored[best],
             margin=(ordered[0] - ordered[1]) * weights[best] / len(scored[best]),
             prompt_logprob=self._mean_logprob(hidden, prompt),
@@ -101,9 +97,8 @@ class Answerer:
         cache = DynamicCache(config=self.model.config)
         hidden = self._hidden(torch.tensor([prompt]), past_key_values=cache)[0]
         prompt_logprob = self._mean_logprob(hidden, prompt)
-        target = self._encode(question.reference)
         spoken: list[int] = []
-        logprobs, margins, right = [], [], 1.0
+        logprobs, margins = [], []
         row = hidden[-1:]
         while len(spoken) < _WORD_TOKENS:
             top = self._logprobs(row)[0].topk(2)
@@ -114,15 +109,9 @@ class Answerer:
             logprobs.append(float(top.values[0]))
             margins.append(float(top.values[0] - top.values[1]))
             row = self._hidden(torch.tensor([[token]]), past_key_values=cache)[0]
-        cache.crop(len(prompt) - cache.get_seq_length())
-        first = self._logprobs(hidden[-1:])[0, target[0]]
-        soft = float(first)
-        if len(target) > 1:
-            rows = self._hidden(torch.tensor([target[:-1]]), past_key_values=cache)[0]
-            soft += sum(_chosen(self._logprobs(rows), target[1:]))
         right = float(self.tokenizer.decode(spoken).strip() == question.reference.strip())
         margin = sum(margins) / len(margins)
-        return Answer(right, math.exp(soft), logprobs, margin, prompt_logprob)
+        return Answer(right, logprobs, margin, prompt_logprob)
 
     def _side_by_side(
         self, prompt: list[int], options: Sequence[list[int]]
@@ -218,18 +207,9 @@ def _line(name: str, task: str, question: Question, answers: dict[str, Answer]) 
         "text": question.prompt,
         "prompt_logprob": small.prompt_logprob and round(small.prompt_logprob, 4),
         "signals": {key: round(value, 4) for key, value in small.signals().items()},
-        **{
-            tier: {"quality": one.quality, "soft": round(one.soft, 4)}
-            for tier, one in answers.items()
-        },
+        **{tier: {"quality": one.quality} for tier, one in answers.items()},
     }
 
 
 def _chosen(logprobs: torch.Tensor, ids: Sequence[int]) -> list[float]:
     return logprobs.gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
-
-
-def _softmax(values: Sequence[float]) -> list[float]:
-    top = max(values)
-    weights = [math.exp(value - top) for value in values]
-    return [weight / sum(weights) for weight in weights]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 
 import pytest
 import torch
@@ -57,8 +56,6 @@ def test_options_are_scored_as_one_by_one(folders, data):
     per_token = len(question.options[best]) / len(alone[best])
     margin = (values[best] - sorted(values)[-2]) * per_token
     assert answer.margin == pytest.approx(margin, abs=1e-4)
-    total = math.log(sum(math.exp(sum(one)) for one in alone))
-    assert answer.soft == pytest.approx(math.exp(sum(alone[question.label]) - total), abs=1e-4)
 
 
 def test_with_a_suffix_it_alone_is_compared(folders, data):
