@@ -107,6 +107,8 @@ class Gateway:
         await self.transfers.close()
         await self.store.close()
         await self.ledger.close()
+        if self.rate is not None:
+            await self.rate.close()
         self.decisions.close()
 
     def abort_running(self) -> None:

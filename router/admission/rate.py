@@ -13,9 +13,10 @@ from limits.aio.strategies import SlidingWindowCounterRateLimiter
 from router import log
 from router.errors import ApiError
 from router.metrics import Metrics
-from router.redis_pool import FailFast, RedisDown
+from router.redis_pool import FailFast, RedisDown, connect
 
 logger = log.get("admission")
+_CONNECTIONS = 16
 
 
 class RateLimit:
@@ -26,18 +27,17 @@ class RateLimit:
         self._timeout = timeout
         self._metrics = metrics
         self._fail_fast = FailFast(self._failed)
+        self._redis = None
         if redis_url.startswith("memory:"):
             storage = MemoryStorage()
         else:
-            options = {"password": password} if password else {}
+            self._redis = connect(redis_url, password, connections=_CONNECTIONS, timeout=timeout)
             storage = RedisStorage(
-                f"async+{redis_url}",
+                # Where to connect is the pool's affair.
+                "async+redis://",
                 implementation="redispy",
                 key_prefix="baton:rate",
-                socket_timeout=timeout,
-                socket_connect_timeout=timeout,
-                protocol=2,
-                **options,
+                connection_pool=self._redis.connection_pool,
             )
         self._limiter = SlidingWindowCounterRateLimiter(storage)
 
@@ -59,6 +59,10 @@ class RateLimit:
             code="rate_limit_exceeded",
             headers={"retry-after": str(wait)},
         )
+
+    async def close(self) -> None:
+        if self._redis is not None:
+            await self._redis.aclose()
 
     def _failed(self, operation: str, error: Exception) -> None:
         self._metrics.store_errors.labels(operation).inc()

@@ -42,17 +42,17 @@ def test_redis_gone_and_back(make_stack, redis_server):
     assert talk.turn(stack, model="large")["x-baton-kv"] == "applied"
 
 
-def test_a_redis_that_hangs_costs_little_and_only_once(make_stack, redis_server):
+def test_a_redis_that_hangs_costs_its_timeout_once(make_stack, redis_server, monkeypatch):
+    monkeypatch.setattr("router.redis_pool._PAUSE_SECONDS", 600.0)
     stack = make_stack(redis_url=redis_server.url, timeouts={"store_seconds": 0.4})
     Talk("s1").turn(stack)
     redis_server.freeze()
-    started = time.monotonic()
     for _ in range(4):
         assert Talk("s1").turn(stack)["x-baton-kv"] == "native"
-    seconds = time.monotonic() - started
-    # Two calls a turn of 0.4 s each, with a second try, would be 6 s.
-    assert seconds < 4 * 2 * 2 * 0.4 / 2
+    # One call for sessions and one for spending; a look at the store may be under way as well.
+    assert 2 <= stack.metric("baton_session_store_errors_total") <= 3
     redis_server.freeze(False)
+    stack.gateway.store._fail_fast._until = 0.0
     eventually(lambda: stack.metric("baton_session_store_up") == 1)
     assert Talk("s1").turn(stack)["x-baton-kv"] == "none"
 
