@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -9,6 +10,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from router.gateway import Gateway
+
+_MAPPER_SECONDS = 1.0
 
 
 async def health(request: Request) -> Response:
@@ -20,9 +23,8 @@ async def ready(request: Request) -> Response:
     """Whether traffic should come here, and what is missing."""
     gateway: Gateway = request.app.state.gateway
     tiers = {tier: bool(gateway.pool.available(tier)) for tier in gateway.pool.models}
-    store_up = await gateway.store.ping()
-    mapper = gateway.transfers.client
-    mapper_up = await mapper.healthy(1.0) if mapper is not None else None
+    # Both at once: a probe has little time, and both may hang.
+    store_up, mapper_up = await asyncio.gather(gateway.store.ping(), _mapper_up(gateway))
     missing = [f"{tier} tier" for tier, up in tiers.items() if not up]
     missing += [] if store_up else ["session store"]
     missing += ["mapper"] if mapper_up is False else []
@@ -52,6 +54,12 @@ async def ready(request: Request) -> Response:
         "mapper": {True: "up", False: "down", None: "none"}[mapper_up],
     }
     return JSONResponse(body, 200 if status in ("ready", "degraded") else 503)
+
+
+async def _mapper_up(gateway: Gateway) -> bool | None:
+    """None where there is no mapper."""
+    mapper = gateway.transfers.client
+    return await mapper.healthy(_MAPPER_SECONDS) if mapper is not None else None
 
 
 async def metrics(request: Request) -> Response:
