@@ -1,5 +1,7 @@
 """Eager mapping: a likely switch is mapped before it comes."""
 
+import pytest
+
 from tests.contract.lossy import admin, session
 from tests.fakes.pages import tokenize
 from tests.stack import Talk, eventually
@@ -9,6 +11,19 @@ AHEAD = {"audit_rate": 0.0, "switch_probability": 0.9, "ahead_above": 0.5}
 
 def mapped_ahead(stack, count=1):
     eventually(lambda: stack.metric("baton_ahead_total", outcome="mapped") >= count)
+
+
+@pytest.mark.parametrize(("gain", "maps"), [(0.19, True), (-0.9, False)])
+def test_a_policy_says_itself_how_likely_a_switch_is(make, gain, maps):
+    """Whatever the setting says: that stands in for policies without an opinion."""
+    policy = {"kind": "adaptive", "gain": {"chat": gain}, "threshold": 0.2}
+    stack = make({**AHEAD, "ahead_above": 0.3, "switch_probability": 1.0 - maps}, policy=policy)
+    talk = Talk("s")
+    assert talk.turn(stack)["x-baton-tier"] == "small"
+    if maps:
+        mapped_ahead(stack)
+    talk.turn(stack)
+    assert bool(stack.mapper.seen) is maps
 
 
 def test_a_likely_switch_is_mapped_ahead_and_used(make):
