@@ -1,5 +1,8 @@
 """Sessions of 40 turns, put together from questions that both models have answered.
 
+    python -m loadtests.sessions outcomes.jsonl sessions.jsonl
+    baton replay sessions.jsonl --policy cascade --policy large
+
 Which questions, how long runs, documents and answers are, and how long a user waits, is
 drawn with a seed; the outcomes of both models and the small one's signals are those of the
 question, untouched.
@@ -7,13 +10,15 @@ question, untouched.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from router.offline.records import Item
+from router.offline.records import Item, read_items
 from router.offline.sessions import ReplayTurn
 
 TURNS = 40
@@ -128,3 +133,23 @@ class _Session:
 
 def _hard(item: Item) -> bool:
     return item.small.quality < 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("outcomes", type=Path, help="JSONL as `baton outcomes` writes it")
+    parser.add_argument("out", type=Path, help="JSONL for `baton replay`")
+    parser.add_argument("--sessions", type=int, default=200)
+    parser.add_argument("--setting", choices=SETTINGS, default="mixed")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    items, _ = read_items(arguments.outcomes)
+    sessions = mixed_sessions(
+        items, arguments.sessions, arguments.seed, SETTINGS[arguments.setting]
+    )
+    lines = [turn.model_dump_json() for turns in sessions.values() for turn in turns]
+    arguments.out.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 import numpy as np
@@ -10,13 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policies
-from loadtests import decisions, equal_quality, switching
+from loadtests import decisions, equal_quality, sessions, switching
 from loadtests.equal_quality import Tried, compare_at, cost_at, levels
 from loadtests.sessions import SETTINGS, TURNS, mixed_sessions
 from policies.logistic import Calibrated
 from router.offline.cli import preset
 from router.offline.costmodel import DEMO, read_costs
 from router.offline.records import Item
+from router.offline.sessions import read_sessions
 from router.offline.tune import Score
 from tests.graded_turns import items
 
@@ -28,10 +30,10 @@ def runs(values):
 
 
 def test_sessions_are_mixed_and_repeatable():
-    sessions = mixed_sessions(ITEMS, 5, seed=3)
-    assert sessions == mixed_sessions(ITEMS, 5, seed=3) != mixed_sessions(ITEMS, 5, seed=4)
+    made = mixed_sessions(ITEMS, 5, seed=3)
+    assert made == mixed_sessions(ITEMS, 5, seed=3) != mixed_sessions(ITEMS, 5, seed=4)
     by_text = {item.text: item for item in ITEMS}
-    for name, turns in sessions.items():
+    for name, turns in made.items():
         assert [turn.turn for turn in turns] == list(range(1, TURNS + 1))
         assert {turn.session for turn in turns} == {name}
         assert len({turn.text for turn in turns}) == TURNS
@@ -44,12 +46,22 @@ def test_sessions_are_mixed_and_repeatable():
         assert 2 <= runs([by_text[turn.text].task for turn in turns]) <= 14
 
 
+def test_sessions_are_what_a_replay_reads(tmp_path, monkeypatch):
+    outcomes, out = tmp_path / "outcomes.jsonl", tmp_path / "sessions.jsonl"
+    outcomes.write_text("\n".join(map(json.dumps, items(200))))
+    arguments = ["sessions", str(outcomes), str(out), "--sessions", "2", "--seed", "3"]
+    monkeypatch.setattr("sys.argv", arguments)
+    sessions.main()
+    made = mixed_sessions([Item.model_validate(row) for row in items(200)], 2, seed=3)
+    assert read_sessions(out) == (made, 0)
+
+
 def test_settings_are_what_they_say():
     """Hard turns come in runs, and as many as without; documents make contexts long."""
     made = {name: mixed_sessions(ITEMS, 30, 5, one).values() for name, one in SETTINGS.items()}
     hard = {
-        name: [[turn.quality["small"] < 0.5 for turn in turns] for turns in sessions]
-        for name, sessions in made.items()
+        name: [[turn.quality["small"] < 0.5 for turn in turns] for turns in of]
+        for name, of in made.items()
     }
     changes = {name: np.mean([runs(one) for one in of]) for name, of in hard.items()}
     assert changes["mixed"] < 0.8 * changes["hardness without runs"]
