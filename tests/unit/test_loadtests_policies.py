@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import policies
-from loadtests import decisions, equal_quality, sessions, switching
+from loadtests import decisions, equal_quality, sessions, switching, ways
 from loadtests.equal_quality import Tried, compare_at, cost_at, levels
 from loadtests.sessions import SETTINGS, TURNS, mixed_sessions
 from policies.logistic import Calibrated
@@ -75,22 +75,22 @@ def test_settings_are_what_they_say():
 @pytest.fixture(scope="module")
 def found():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(switching, "VALUES", (0.005, 0.05))
-        patch.setattr(switching, "QUANTILES", (0.5, 0.9))
+        patch.setattr(ways, "VALUES", (0.005, 0.05))
+        patch.setattr(ways, "QUANTILES", (0.5, 0.9))
         patch.setattr(equal_quality, "_ROUNDS", 20)
         yield switching.run(ITEMS, read_costs(DEMO), SETTINGS["mixed"], sessions=3, splits=1)
 
 
 def test_all_ways_answer_the_same_turns(found):
     assert found["turns"] == 3 * TURNS
-    ways = found["ways"]
-    assert set(ways) == {*switching.WAYS, *switching.PINNED}
-    assert ways[switching.SMALL]["total"] < ways[switching.LARGE]["total"]
-    assert ways[switching.NO_MAP]["mapped"] == ways[switching.SMALL_FIRST]["mapped"] == 0
-    assert ways[switching.NO_TERM]["mapped"] > 0
+    figures = found["ways"]
+    assert set(figures) == {*ways.WAYS, *ways.PINNED}
+    assert figures[ways.SMALL]["total"] < figures[ways.LARGE]["total"]
+    assert figures[ways.NO_MAP]["mapped"] == figures[ways.SMALL_FIRST]["mapped"] == 0
+    assert figures[ways.NO_TERM]["mapped"] > 0
     second = 1e6 * read_costs(DEMO).second_price
-    ours = ways[switching.WITH_TERM]
-    for name, one in ways.items():
+    ours = figures[ways.WITH_TERM]
+    for name, one in figures.items():
         assert one["total"] == pytest.approx(one["money"] + second * one["seconds"])
         more = one["more_total"]
         assert more["difference"] == pytest.approx(one["total"] - ours["total"])
@@ -105,14 +105,12 @@ def test_all_ways_answer_the_same_turns(found):
 def test_ways_differ_in_what_they_say_only():
     model = Calibrated(weights={"margin": -1.0})
     scores = {"cascade": Score("cascade", np.zeros(0), np.zeros(0), model)}
-    made = {
-        name: switching.policy(name, 0.1, scores, read_costs(DEMO), 0.8) for name in switching.WAYS
-    }
-    ours, gain = made[switching.WITH_TERM], made[switching.NO_TERM]
+    made = {name: ways.policy(name, 0.1, scores, read_costs(DEMO), 0.8) for name in ways.WAYS}
+    ours, gain = made[ways.WITH_TERM], made[ways.NO_TERM]
     assert ours.switching.value == 0.1 and gain.threshold == gain.cascade.threshold == 0.1
     assert ours.kv == gain.kv and ours.stability == gain.stability
-    assert gain.model_copy(update={"kv": made[switching.NO_MAP].kv}) == made[switching.NO_MAP]
-    assert made[switching.SMALL_FIRST].threshold == 1
+    assert gain.model_copy(update={"kv": made[ways.NO_MAP].kv}) == made[ways.NO_MAP]
+    assert made[ways.SMALL_FIRST].threshold == 1
 
 
 def test_cost_at_a_quality_is_on_the_lower_hull():
