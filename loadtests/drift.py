@@ -37,6 +37,7 @@ SETTINGS = {
     "audit_above_tokens": None,
     "audit_wait_seconds": 600.0,
     "audit_idle_seconds": 0.0,
+    "audit_share": 1.0,
     "ahead_above": None,
 }
 _PLAIN = {"kind": "pinned", "tier": "large"}

@@ -46,8 +46,7 @@ _TURNS = (
     ("small", "plain"),
     ("large", "switch"),
     ("large", "after the switch"),
-    ("large", "plain"),
-    ("large", "plain"),
+    *[("large", "plain")] * 7,
 )
 # Of a made-up passage, so that a switch has some 500 tokens to carry over.
 _FACTS = 24

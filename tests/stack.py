@@ -59,6 +59,7 @@ class Stack:
         # Audits come by chance and change what the next turn runs on.
         settings["drift"] = {
             "audit_rate": 0.0, "audit_above_tokens": None, "audit_idle_seconds": 0.0,
+            "audit_share": 1.0,
             **settings.get("drift", {}),
         }  # fmt: skip
         settings.setdefault("pool", {"health_seconds": 0.2, "breaker_seconds": 0.5})

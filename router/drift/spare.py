@@ -1,4 +1,4 @@
-"""Worker time that no user needs: waited for, taken a piece at a time, given back at once."""
+"""Worker time that no user needs: waited for, taken a piece at a time and with rests, given back at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from router.drift import probe
 from router.drift.metrics import DriftMetrics
 from router.drift.probe import ProbeFailed
 from router.settings import Drift
+from router.workers.device import Device
 from router.workers.worker import Worker
 
 T = TypeVar("T")
@@ -21,6 +22,8 @@ class SpareTime:
     def __init__(self, settings: Drift, metrics: DriftMetrics) -> None:
         self._settings = settings
         self._metrics = metrics
+        # Until when each device rests from audits, on the monotonic clock.
+        self._rests: dict[Device, float] = {}
 
     async def run(
         self, worker: Worker, since: float, piece: Callable[[], Awaitable[T]], again: bool = True
@@ -45,11 +48,20 @@ class SpareTime:
                 if not again:
                     raise ProbeFailed("interrupted") from None
             finally:
-                self._metrics.pieces.labels(outcome).observe(time.monotonic() - began)
+                ended = time.monotonic()
+                self._metrics.pieces.labels(outcome).observe(ended - began)
+                # Nothing ends a forward pass once it has begun, so how often a user meets one
+                # is bounded instead: as often as audits use the device.
+                rest = (ended - began) * (1 / self._settings.audit_share - 1)
+                self._rests[worker.device] = ended + rest
 
     async def _idle(self, worker: Worker, since: float) -> None:
         settings, device = self._settings, worker.device
-        while not (device.idle(settings.audit_idle_seconds) and await _unused(worker)):
+        while not (
+            self._rests.get(device, 0.0) <= time.monotonic()
+            and device.idle(settings.audit_idle_seconds)
+            and await _unused(worker)
+        ):
             if time.monotonic() - since > settings.audit_wait_seconds:
                 raise ProbeFailed("busy")
             await asyncio.sleep(_LOOK_SECONDS)

@@ -156,6 +156,8 @@ class Drift(Section):
     audit_queue: int = Field(default=64, ge=1)
     # A device must have been idle so long before an audit uses it: not within a user's burst.
     audit_idle_seconds: float = Field(default=0.5, ge=0)
+    # Audits use at most this share of a device's time: as many of its users find one running.
+    audit_share: float = Field(default=0.1, gt=0, le=1)
     # An audit whose device is still in use so long after the turn is dropped.
     audit_wait_seconds: float = Field(default=60.0, ge=0)
     # An audit computes so many tokens at a time; a user who comes waits for no more than that.

@@ -49,6 +49,7 @@ def real_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalStack]
                 "audit_rates": {"audited": 1.0},
                 "audit_above_tokens": None,
                 "audit_wait_seconds": 60,
+                "audit_share": 1.0,
                 "budget_nats": 100,
             },
             "auth": {"admin_key_file": str(admin_key)},

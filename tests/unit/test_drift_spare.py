@@ -59,7 +59,7 @@ class Fleet:
             )
         self.small, self.large = self.device.workers
         self.registry = CollectorRegistry()
-        self.spare = SpareTime(Drift(**drift), DriftMetrics(self.registry))
+        self.spare = SpareTime(Drift(**{"audit_share": 1.0, **drift}), DriftMetrics(self.registry))
 
     def _answer(self, request):
         host = request.url.host
@@ -119,6 +119,30 @@ def test_a_piece_waits_until_the_device_was_idle_for_so_long(monkeypatch):
         await fleet.spare.run(fleet.large, clock.now, result)
         assert clock.now == before
         assert fleet.pieces("done") == 2
+
+    asyncio.run(run())
+
+
+def test_a_device_rests_from_audits_until_they_have_had_their_share(monkeypatch):
+    clock = Clock(monkeypatch)
+
+    async def run():
+        fleet, other = Fleet(audit_share=0.25, audit_wait_seconds=3600), Fleet()
+        began = clock.now
+
+        async def piece():
+            clock.now += 2
+            return clock.now
+
+        ended = await fleet.spare.run(fleet.large, clock.now, piece)
+        # Workers of one device rest together, others do not.
+        assert await fleet.spare.run(fleet.small, clock.now, piece) - ended >= 8
+        before = clock.now
+        assert await other.spare.run(other.small, clock.now, piece) == before + 2
+        for _ in range(20):
+            await fleet.spare.run(fleet.large, clock.now, piece)
+        # The last piece has no rest behind it, and waiting goes by tenths of a second.
+        assert 22 * 2 / (clock.now - began) == pytest.approx(0.25, rel=0.06)
 
     asyncio.run(run())
 
