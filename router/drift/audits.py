@@ -43,6 +43,8 @@ class Audits:
         self._queues: dict[Device, asyncio.Queue[Audit]] = {
             device: asyncio.Queue(settings.audit_queue) for device in devices
         }
+        # Each session's latest audit that waits: what it leaves behind serves the earlier ones too.
+        self._latest: dict[tuple[str, str, str], Audit] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -57,12 +59,13 @@ class Audits:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def submit(self, audit: Audit) -> bool:
-        """Whether there was room for it."""
+        """Whether there was room for it. It takes the place of the session's earlier one."""
         try:
             self._queues[audit.worker.device].put_nowait(audit)
         except asyncio.QueueFull:
             self._metrics.audits.labels(audit.direction, "queue_full").inc()
             return False
+        self._latest[audit.lineage] = audit
         self._count_waiting()
         return True
 
@@ -77,6 +80,9 @@ class Audits:
         else:
             self._metrics.seconds.observe(found.seconds)
             self._settle(audit, found)
+        return await self._write_down(audit, outcome, found)
+
+    async def _write_down(self, audit: Audit, outcome: str, found: Finding | None) -> str:
         measured = found and found.measured
         if measured is not None:
             outcome = "measured"
@@ -104,7 +110,11 @@ class Audits:
             audit = await queue.get()
             self._count_waiting()
             try:
-                await self.run(audit)
+                if self._latest.get(audit.lineage) is audit:
+                    del self._latest[audit.lineage]
+                    await self.run(audit)
+                else:
+                    await self._write_down(audit, "superseded", None)
             except Exception as error:
                 # An audit may fail in any way, but the next one is due.
                 self._metrics.audits.labels(audit.direction, "error").inc()

@@ -11,9 +11,8 @@ of the whole turn behind, on which the session goes on.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,11 +43,15 @@ class Audit:
     worker: Worker
     body: dict[str, Any]
     answer: dict[str, Any]
-    since: float = field(default_factory=time.monotonic)
 
     @property
     def direction(self) -> str:
         return direction(self.worker.tier)
+
+    @property
+    def lineage(self) -> tuple[str, str, str]:
+        """Whose KV is scored: the session's on one model."""
+        return self.tenant, self.session, self.turn.model
 
 
 @dataclass(frozen=True)
@@ -150,4 +153,4 @@ class Scoring:
         return await self._spared(partial(probe.prefill, worker, ids, where, priority))
 
     async def _spared(self, piece: Callable[[], Awaitable[T]], again: bool = True) -> T:
-        return await self._spare.run(self._audit.worker, self._audit.since, piece, again)
+        return await self._spare.run(self._audit.worker, piece, again)

@@ -25,18 +25,16 @@ class SpareTime:
         # Until when each device rests from audits, on the monotonic clock.
         self._rests: dict[Device, float] = {}
 
-    async def run(
-        self, worker: Worker, since: float, piece: Callable[[], Awaitable[T]], again: bool = True
-    ) -> T:
+    async def run(self, worker: Worker, piece: Callable[[], Awaitable[T]], again: bool = True) -> T:
         """The piece's result, once it has run while nobody used the worker's device.
 
         A user who comes ends it, and it is begun anew later; what it has left in the worker's
-        cache by then stays. `since` is when waiting began, on the monotonic clock. Raises
-        ProbeFailed: `busy` when the device is still in use after `audit_wait_seconds`, and,
-        unless `again`, `interrupted`.
+        cache by then stays. Raises ProbeFailed: `busy` when the piece is not done after
+        `audit_wait_seconds`, and, unless `again`, `interrupted`.
         """
+        latest = time.monotonic() + self._settings.audit_wait_seconds
         while True:
-            await self._idle(worker, since)
+            await self._idle(worker, latest)
             began, outcome = time.monotonic(), "failed"
             try:
                 async with worker.device.spare():
@@ -55,14 +53,14 @@ class SpareTime:
                 rest = (ended - began) * (1 / self._settings.audit_share - 1)
                 self._rests[worker.device] = ended + rest
 
-    async def _idle(self, worker: Worker, since: float) -> None:
+    async def _idle(self, worker: Worker, latest: float) -> None:
         settings, device = self._settings, worker.device
         while not (
             self._rests.get(device, 0.0) <= time.monotonic()
             and device.idle(settings.audit_idle_seconds)
             and await _unused(worker)
         ):
-            if time.monotonic() - since > settings.audit_wait_seconds:
+            if time.monotonic() > latest:
                 raise ProbeFailed("busy")
             await asyncio.sleep(_LOOK_SECONDS)
 

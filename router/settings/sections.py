@@ -158,7 +158,7 @@ class Drift(Section):
     audit_idle_seconds: float = Field(default=0.5, ge=0)
     # Audits use at most this share of a device's time: as many of its users find one running.
     audit_share: float = Field(default=0.1, gt=0, le=1)
-    # An audit whose device is still in use so long after the turn is dropped.
+    # An audit that has not got on for so long is dropped.
     audit_wait_seconds: float = Field(default=60.0, ge=0)
     # An audit computes so many tokens at a time; a user who comes waits for no more than that.
     audit_piece_tokens: int = Field(default=256, ge=16)

@@ -165,6 +165,24 @@ def test_an_audit_waits_for_all_users_of_the_device(make, busy):
     assert session(stack)["timeline"][1]["audit"] == "measured"
 
 
+def test_a_waiting_audit_gives_way_to_that_of_the_sessions_next_turn(make):
+    stack = make()
+    large = stack.large[0]
+    large.active = 1
+    talks = [switched(stack, Talk(name)) for name in ("first", "s", "other")]
+    for _ in range(2):
+        talks[1].turn(stack, model="large")
+    assert not large.probes
+    large.active = 0
+    audited(stack, 5)
+    turns = session(stack)["timeline"]
+    assert [turn["audit"] for turn in turns[1:]] == ["superseded", "superseded", "measured"]
+    for name in ("first", "other"):
+        assert session(stack, name)["timeline"][1]["audit"] == "measured"
+    # What the last one has left behind serves the whole session.
+    assert talks[1].turn(stack, model="large")["x-baton-kv-reason"] == "reanchored"
+
+
 def test_a_worker_on_another_device_is_not_waited_for(make):
     stack = make(own_devices=True)
     stack.small[0].active = 1

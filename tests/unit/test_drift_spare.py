@@ -110,13 +110,13 @@ def test_a_piece_waits_until_the_device_was_idle_for_so_long(monkeypatch):
         with fleet.small.busy():
             clock.now += 10
         left = clock.now
-        assert await fleet.spare.run(fleet.large, clock.now, result) == "result"
+        assert await fleet.spare.run(fleet.large, result) == "result"
         assert clock.now - left >= 3
         # Of what this gateway knows itself it asks nobody.
         assert fleet.asked == ["small", "large"]
         # The next one has no pause before it.
         before = clock.now
-        await fleet.spare.run(fleet.large, clock.now, result)
+        await fleet.spare.run(fleet.large, result)
         assert clock.now == before
         assert fleet.pieces("done") == 2
 
@@ -134,13 +134,13 @@ def test_a_device_rests_from_audits_until_they_have_had_their_share(monkeypatch)
             clock.now += 2
             return clock.now
 
-        ended = await fleet.spare.run(fleet.large, clock.now, piece)
+        ended = await fleet.spare.run(fleet.large, piece)
         # Workers of one device rest together, others do not.
-        assert await fleet.spare.run(fleet.small, clock.now, piece) - ended >= 8
+        assert await fleet.spare.run(fleet.small, piece) - ended >= 8
         before = clock.now
-        assert await other.spare.run(other.small, clock.now, piece) == before + 2
+        assert await other.spare.run(other.small, piece) == before + 2
         for _ in range(20):
-            await fleet.spare.run(fleet.large, clock.now, piece)
+            await fleet.spare.run(fleet.large, piece)
         # The last piece has no rest behind it, and waiting goes by tenths of a second.
         assert 22 * 2 / (clock.now - began) == pytest.approx(0.25, rel=0.06)
 
@@ -149,13 +149,13 @@ def test_a_device_rests_from_audits_until_they_have_had_their_share(monkeypatch)
 
 @pytest.mark.parametrize("busy", ["small", "large"])
 def test_users_of_other_gateways_are_waited_for(monkeypatch, busy):
-    clock = Clock(monkeypatch)
+    Clock(monkeypatch)
 
     async def run():
         fleet = Fleet(audit_idle_seconds=1, audit_wait_seconds=60)
         fleet.loads[busy] = 1
         with pytest.raises(ProbeFailed, match="busy"):
-            await fleet.spare.run(fleet.large, clock.now, result)
+            await fleet.spare.run(fleet.large, result)
         # Asked about once a second, not all the time.
         assert 50 <= fleet.asked.count(busy) <= 61
         assert fleet.pieces("done") == 0
@@ -164,19 +164,19 @@ def test_users_of_other_gateways_are_waited_for(monkeypatch, busy):
 
 
 def test_only_the_audited_worker_must_answer(monkeypatch):
-    clock = Clock(monkeypatch)
+    Clock(monkeypatch)
 
     async def run():
         fleet = Fleet(audit_wait_seconds=5)
         fleet.down = {"small"}
         with pytest.raises(ProbeFailed, match="busy"):
-            await fleet.spare.run(fleet.large, clock.now, result)
+            await fleet.spare.run(fleet.large, result)
         # Once its health check has found it away, so are its users.
         fleet.small.healthy = False
-        assert await fleet.spare.run(fleet.large, clock.now, result) == "result"
+        assert await fleet.spare.run(fleet.large, result) == "result"
         fleet.down = {"large"}
         with pytest.raises(ProbeFailed, match="worker_failed"):
-            await fleet.spare.run(fleet.large, clock.now, result)
+            await fleet.spare.run(fleet.large, result)
 
     asyncio.run(run())
 
@@ -199,7 +199,7 @@ def test_an_aborted_piece_is_begun_anew_until_its_time_is_over(monkeypatch, agai
                 fleet.small.leave()
 
         with pytest.raises(ProbeFailed, match="busy" if again else "interrupted"):
-            await fleet.spare.run(fleet.large, clock.now, interrupted, again)
+            await fleet.spare.run(fleet.large, interrupted, again)
         pauses = [later - before for before, later in itertools.pairwise(began)]
         assert len(began) == fleet.pieces("aborted") == (8 if again else 1)
         assert all(pause >= 8 for pause in pauses)
@@ -232,7 +232,7 @@ class Cache:
 
 
 class Always:
-    async def run(self, worker, since, piece, again=True):
+    async def run(self, worker, piece, again=True):
         return await piece()
 
 
