@@ -111,6 +111,11 @@ class Client:
         response = await self.http.get(f"{self.gateway}/admin/sessions/{id}", headers=headers)
         return response.raise_for_status().json()
 
+    async def delete(self, id: str) -> None:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        response = await self.http.delete(f"{self.gateway}/admin/sessions/{id}", headers=headers)
+        response.raise_for_status()
+
     async def audits_done(self, id: str) -> dict[str, Any]:
         """The session once every lossy turn's audit has ended."""
         while True:

@@ -127,7 +127,7 @@ async def delete_session(request: Request) -> Response:
 async def reanchor(request: Request) -> Response:
     """Gives up the session's lossy lineages: each model's next turn is prefilled exactly."""
     gateway, tenant, id = _gateway(request), _tenant(request), request.path_params["session"]
-    gateway.drift.forget(tenant, id)
+    gateway.drift.reanchor(tenant, id)
     session = _found(await gateway.store.amend(tenant, id, record.abandon))
     return _json(detail(gateway, session))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 from router import log
 from router.drift.expected import Expected
@@ -45,6 +46,7 @@ class Audits:
         }
         # Each session's latest audit that waits: what it leaves behind serves the earlier ones too.
         self._latest: dict[tuple[str, str, str], Audit] = {}
+        self._running: dict[tuple[str, str, str], asyncio.Task[str]] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -105,20 +107,41 @@ class Audits:
         self._metrics.audits.labels(audit.direction, outcome).inc()
         return outcome
 
+    def forget(self, tenant: str, session: str) -> None:
+        """The session is deleted: its audits end where they are, or never begin."""
+        for lineage in [one for one in self._latest if one[:2] == (tenant, session)]:
+            del self._latest[lineage]
+        for (*owner, _), task in self._running.items():
+            if owner == [tenant, session]:
+                task.cancel()
+
     async def _work(self, queue: asyncio.Queue[Audit]) -> None:
         while True:
             audit = await queue.get()
             self._count_waiting()
-            try:
-                if self._latest.get(audit.lineage) is audit:
-                    del self._latest[audit.lineage]
-                    await self.run(audit)
-                else:
-                    await self._write_down(audit, "superseded", None)
-            except Exception as error:
-                # An audit may fail in any way, but the next one is due.
-                self._metrics.audits.labels(audit.direction, "error").inc()
-                logger.exception("audit_failed", error=type(error).__name__)
+            if self._latest.get(audit.lineage) is audit:
+                del self._latest[audit.lineage]
+                await self._carry_out(audit, self.run(audit))
+            else:
+                outcome = "superseded" if audit.lineage in self._latest else "forgotten"
+                await self._carry_out(audit, self._write_down(audit, outcome, None))
+
+    async def _carry_out(self, audit: Audit, work: Coroutine[Any, Any, str]) -> None:
+        task = self._running[audit.lineage] = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            await asyncio.wait({task})
+            raise
+        finally:
+            self._running.pop(audit.lineage, None)
+        if task.cancelled():
+            self._metrics.audits.labels(audit.direction, "forgotten").inc()
+        elif error := task.exception():
+            # An audit may fail in any way, but the next one is due.
+            self._metrics.audits.labels(audit.direction, "error").inc()
+            logger.error("audit_failed", error=type(error).__name__, exc_info=error)
 
     def _count_waiting(self) -> None:
         self._metrics.waiting.set(sum(queue.qsize() for queue in self._queues.values()))

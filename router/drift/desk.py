@@ -56,6 +56,11 @@ class Desk:
 
     def forget(self, tenant: str, session: str) -> None:
         """The session is deleted: nothing more is done for it."""
+        self._audits.forget(tenant, session)
+        self.reanchor(tenant, session)
+
+    def reanchor(self, tenant: str, session: str) -> None:
+        """Its lossy lineages are given up: what is mapped ahead would be lossy too."""
         if self._ahead is not None:
             self._ahead.cancel(tenant, session)
 

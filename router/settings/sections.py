@@ -157,7 +157,7 @@ class Drift(Section):
     # A device must have been idle so long before an audit uses it: not within a user's burst.
     audit_idle_seconds: float = Field(default=0.5, ge=0)
     # Audits use at most this share of a device's time: as many of its users find one running.
-    audit_share: float = Field(default=0.1, gt=0, le=1)
+    audit_share: float = Field(default=0.05, gt=0, le=1)
     # An audit that has not got on for so long is dropped.
     audit_wait_seconds: float = Field(default=60.0, ge=0)
     # An audit computes so many tokens at a time; a user who comes waits for no more than that.

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from tests.contract.lossy import ALWAYS, audited, last, session, switched
+from tests.contract.lossy import ALWAYS, admin, audited, last, session, switched
 from tests.fakes.pages import tokenize
 from tests.stack import Stack, Talk, eventually
 
@@ -181,6 +181,21 @@ def test_a_waiting_audit_gives_way_to_that_of_the_sessions_next_turn(make):
         assert session(stack, name)["timeline"][1]["audit"] == "measured"
     # What the last one has left behind serves the whole session.
     assert talks[1].turn(stack, model="large")["x-baton-kv-reason"] == "reanchored"
+
+
+def test_a_deleted_sessions_audits_end(make):
+    stack = make()
+    large = stack.large[0]
+    large.active = 1
+    talks = [switched(stack, Talk(name)) for name in ("under way", "waiting", "kept")]
+    for name in ("under way", "waiting"):
+        assert admin(stack, f"/{name}", "delete").status_code == 204
+    large.active = 0
+    audited(stack, 3)
+    assert session(stack, "kept")["timeline"][1]["audit"] == "measured"
+    assert stack.metric("baton_audits_total", direction="up", outcome="forgotten") == 2
+    asked = {tuple(probe["input_ids"][:12]) for probe in large.probes}
+    assert asked == {tuple(tokenize(talks[2].messages, opened=False)[:12])}
 
 
 def test_a_worker_on_another_device_is_not_waited_for(make):
