@@ -45,7 +45,7 @@ _TURNS = (
     ("small", "plain"),
     ("large", "switch"),
     ("large", "after the switch"),
-    *[("large", "plain")] * 7,
+    *[("large", "plain")] * 16,
 )
 # Of a made-up passage, so that a switch has some 500 tokens to carry over.
 _FACTS = 24
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=9.0, help="of measuring; two pairs of rounds at least"
     )
-    parser.add_argument("--users", type=int, default=2)
+    parser.add_argument("--users", type=int, default=3)
     parser.add_argument("--pause", type=float, default=4.0, help="mean seconds between turns")
     parser.add_argument("--tokens", type=int, default=8, help="of an answer, at most")
     parser.add_argument("--seed", type=int, default=1)
