@@ -206,6 +206,7 @@ class Policy(Frozen):
     probes: tuple[Probe, ...] = ()
 
     def decide(self, turn: Turn, session: SessionView, economics: Economics) -> Decision:
+        """Where the turn goes and why; each kind of policy has its own."""
         raise NotImplementedError
 
     @property

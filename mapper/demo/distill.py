@@ -242,8 +242,7 @@ def train_step(
 ) -> float:
     """The mean loss of the rows [rows, length]; leaves the gradient of it in the student's parameters.
 
-    Each row runs on a thread of its own: two rows on a core each take two thirds of the time of one after the other
-    on both, where the cores wait for each other after every product.
+    Each row runs on a thread of its own, so that cores need not wait for each other after every product.
     """
     chosen, log_weight = candidates.draw(ids)
     head = student.teacher.lm_head.weight[chosen]

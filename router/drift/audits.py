@@ -46,7 +46,7 @@ class Audits:
         }
         # Each session's latest audit that waits: what it leaves behind serves the earlier ones too.
         self._latest: dict[tuple[str, str, str], Audit] = {}
-        self._running: dict[tuple[str, str, str], asyncio.Task[str]] = {}
+        self._running: dict[asyncio.Task[str], Audit] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -111,8 +111,8 @@ class Audits:
         """The session is deleted: its audits end where they are, or never begin."""
         for lineage in [one for one in self._latest if one[:2] == (tenant, session)]:
             del self._latest[lineage]
-        for (*owner, _), task in self._running.items():
-            if owner == [tenant, session]:
+        for task, audit in self._running.items():
+            if audit.lineage[:2] == (tenant, session):
                 task.cancel()
 
     async def _work(self, queue: asyncio.Queue[Audit]) -> None:
@@ -127,7 +127,9 @@ class Audits:
                 await self._carry_out(audit, self._write_down(audit, outcome, None))
 
     async def _carry_out(self, audit: Audit, work: Coroutine[Any, Any, str]) -> None:
-        task = self._running[audit.lineage] = asyncio.create_task(work)
+        task = asyncio.create_task(work)
+        # By task: a session that failed over may have audits on two devices.
+        self._running[task] = audit
         try:
             await asyncio.wait({task})
         except asyncio.CancelledError:
@@ -135,7 +137,7 @@ class Audits:
             await asyncio.wait({task})
             raise
         finally:
-            self._running.pop(audit.lineage, None)
+            del self._running[task]
         if task.cancelled():
             self._metrics.audits.labels(audit.direction, "forgotten").inc()
         elif error := task.exception():

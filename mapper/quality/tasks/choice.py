@@ -11,6 +11,7 @@ class _Labelled(Row):
     label: int = Field(ge=0)
 
     def _options(self) -> list[str]:
+        """The texts to choose from; each format below keeps them in its own way."""
         raise NotImplementedError
 
     @model_validator(mode="after")
