@@ -3,23 +3,19 @@
 import httpx
 import pytest
 
+from tests.contract.lossy import KEY, session
 from tests.fakes.faults import Fault
 from tests.fakes.server import Threaded
 from tests.stack import Stack, Talk, eventually
 
 ALWAYS = {"audit_rate": 1.0, "audit_wait_seconds": 60.0}
-KEY = {"authorization": "Bearer the-admin-key"}
 
 
 @pytest.fixture
 def make(make_stack, tmp_path):
     key = tmp_path / "admin.key"
-    key.write_text("the-admin-key")
+    key.write_text(KEY["authorization"].removeprefix("Bearer "))
     return lambda **options: make_stack(auth={"admin_key_file": str(key)}, **options)
-
-
-def session(stack, id="s"):
-    return httpx.get(f"{stack.url}/admin/sessions/{id}", headers=KEY).json()
 
 
 def lineage(stack):
