@@ -18,6 +18,7 @@ from mapper.capture.accumulate import (
     pair_name,
 )
 from mapper.capture.model import CapturedModel
+from mapper.capture.recall import recall_documents
 from mapper.capture.stored import StoredPairs
 from mapper.capture.texts import first_documents, first_tokens, read_documents
 from mapper.direction import Options, Text, save_direction, sink_table
@@ -150,7 +151,16 @@ def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> T
     for reason, count in skipped.items():
         if count:
             console.print(f"[yellow]{count} documents: {reason}[/]")
-    return Text(fit, held, {reason: count for reason, count in skipped.items() if count})
+    recall, recall_exam = (
+        recall_documents(part, tokenizer, length=length, seed=_SEED) for part in (fit, held)
+    )
+    return Text(
+        fit,
+        held,
+        recall,
+        first_documents(recall_exam, HELD_OUT_TOKENS // len(kinds)),
+        {reason: count for reason, count in skipped.items() if count},
+    )
 
 
 def _save_identity(
