@@ -232,14 +232,16 @@ SOURCE_NAMES = {
 HOW_MADE = """\
 1. `python -m mapper.demo dialogues`: the large model answers questions made from topics and templates and questions
    that it sampled itself; a third of the conversations go on for a second turn. It also goes on with openings of prose.
-   Looping texts and repeated questions are dropped. A tenth of all topics and questions, by digest, is held out.
+   Looping texts and repeated answers are dropped, of held-out questions all but the first answer. A tenth of all topics
+   and questions, by digest, is held out.
 2. `python -m mapper.demo prune --prose FILE`: takes away one layer at a time, each time the one whose absence costs the
    least loss on rows of dialogue and prose. `prune_report.json` has the losses.
 3. `python -m mapper.demo distill --prose FILE`: forward KL from the full model's next-token distribution, low-rank
    additions on every linear layer from the last one before the first gap on, norms trained as well; a running average of
    the trained tensors is what is kept. The layers before that are the large model's own. Where the large model wrote an
-   answer, its distribution at the temperature that it wrote with is what is taught. `--published` starts from the
-   committed update.
+   answer, its distribution at the temperature that it wrote with is what is taught. In the last stage the states at
+   which the small model rejoins the large one's layers, behind each gap, are drawn to the large one's as well.
+   `--published` starts from the committed update.
 4. `python -m mapper.demo card --data FOLDER --prose FILE`: measures and writes this page and `small_card.json`.
 
 `python -m mapper.demo build` needs none of this: it merges `small_update.safetensors` into the packaged weights.

@@ -23,7 +23,7 @@ from .sampling import GROUPED_ATTENTION, Sampling, sample
 FOLDER = Path(__file__).parent
 DIALOGUES_FILE = FOLDER / "dialogues.jsonl"
 PROSE_FILE = FOLDER / "prose.jsonl"
-MAX_BYTES = 8_000_000
+MAX_BYTES = 9_000_000
 
 ANSWER = Sampling(max_new_tokens=192, temperature=0.7)
 QUESTION = Sampling(max_new_tokens=48, temperature=1.0, top_k=100)
@@ -32,6 +32,7 @@ PROSE = Sampling(max_new_tokens=256)
 ROWS = 192
 OWN_QUESTION_SHARE = 0.4
 FACT_SHARE = 0.45
+SIMPLE_SHARE = 0.3
 SECOND_TURN_SHARE = 0.35
 PROSE_EVERY = 4
 
@@ -56,20 +57,27 @@ def generate(batches: int, work: Path, seed: int = 0) -> None:
 
 
 def collect(files: list[Path], dialogues: Path = DIALOGUES_FILE, prose: Path = PROSE_FILE) -> None:
-    """Filters the sampled rows, drops repeated prompts and writes as many as the size limit takes, in order."""
-    seen = {_plain(prompt) for prompt in prompts.JUDGED_PROMPTS}
+    """Filters the sampled rows, drops repeats and writes as many as the size limit takes, in order.
+
+    A question may come back with another answer, which teaches as much as another question; a held-out one may not.
+    """
+    judged = {_plain(prompt) for prompt in prompts.JUDGED_PROMPTS}
+    asked: set[str] = set()
+    answered: set[tuple[str, str]] = set()
     lines: dict[Path, list[str]] = {dialogues: [], prose: []}
     for file in files:
         for row in map(json.loads, file.read_text().splitlines()):
-            first = row["messages"][0]["content"] if "messages" in row else row["text"][:80]
             texts = (
                 [message["content"] for message in row["messages"]]
                 if "messages" in row
-                else [row["text"]]
+                else [row["text"][:80], row["text"]]
             )
-            if _plain(first) in seen or not all(map(is_sound, texts)):
+            first = _plain(texts[0])
+            again = first in asked if row["split"] == "heldout" else (first, texts[1]) in answered
+            if first in judged or again or not all(map(is_sound, texts)):
                 continue
-            seen.add(_plain(first))
+            asked.add(first)
+            answered.add((first, texts[1]))
             line = json.dumps(row, ensure_ascii=False) + "\n"
             lines[dialogues if "messages" in row else prose].append(line)
     for path, kept in lines.items():
@@ -153,6 +161,9 @@ def _dialogues(model, tokenizer, chooser: random.Random, generator: torch.Genera
 
 
 def _template_question(chooser: random.Random) -> tuple[str, str]:
+    if chooser.random() < SIMPLE_SHARE:
+        question = chooser.choice(prompts.simple_questions())
+        return question, _split(question)
     if chooser.random() < FACT_SHARE:
         parts, whole = chooser.choice(prompts.NUMBERS)
         question = chooser.choice(prompts.FACT_TEMPLATES).format(

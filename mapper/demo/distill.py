@@ -20,7 +20,7 @@ from mapper.methods.forward_kl import Candidates, forward_kl
 from . import texts
 from .dialogues import ANSWER
 from .models import build_large
-from .student import Student
+from .student import Student, stream_error
 from .update import FOLDER, Recipe, load_update, save_update
 
 TRAINING_FILE = FOLDER / "small_training.json"
@@ -41,6 +41,8 @@ class Training:
     clip: float = 1.0
     # the saved update is a running average of the trained one: as good as a lower rate, and good at any step
     average: float = 0.98
+    # what the error of the streams behind each gap weighs beside the KL
+    stream_weight: float = 0.5
     frequent_tokens: int = 8192
     sampled_tokens: int = 2048
     seed: int = 0
@@ -186,7 +188,7 @@ def distill(
             started = time.monotonic()
             ids, names = next(batches)
             sharpness = target_sharpness(tokenizer, ids, names)
-            loss = train_step(student, candidates, ids, sharpness, threads)
+            loss = train_step(student, candidates, ids, sharpness, threads, training.stream_weight)
             trainer.update()
             trainer.seconds += time.monotonic() - started
             smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
@@ -239,8 +241,13 @@ def train_step(
     ids: torch.Tensor,
     sharpness: torch.Tensor,
     threads: ThreadPoolExecutor,
+    stream_weight: float,
 ) -> float:
-    """The mean loss of the rows [rows, length]; leaves the gradient of it in the student's parameters.
+    """The mean KL of the rows [rows, length]; leaves the loss's gradient in the student's parameters.
+
+    Beside the KL of next tokens, the loss is the error of the student's stream where it rejoins the teacher's layers
+    after a gap (as intermediate losses of depth pruning, Muralidharan et al. 2024): it costs nothing, the KL falls as
+    fast with it, and a cache that stays near the teacher's is one that can be mapped.
 
     Each row runs on a thread of its own, so that cores need not wait for each other after every product.
     """
@@ -249,10 +256,12 @@ def train_step(
     parameters = list(student.parameters().values())
 
     def one_row(row: int) -> tuple[float, tuple[torch.Tensor, ...]]:
-        parting, wanted = student.teach(ids[row : row + 1])
-        wanted = (wanted.float() * sharpness[row, :, None]).to(wanted.dtype)
-        loss = forward_kl(student.follow(parting), wanted, head, log_weight)
-        return loss.item(), torch.autograd.grad(loss, parameters)
+        lesson = student.teach(ids[row : row + 1])
+        wanted = (lesson.last.float() * sharpness[row, :, None]).to(lesson.last.dtype)
+        last, streams = student.follow(lesson.parting)
+        divergence = forward_kl(last, wanted, head, log_weight)
+        loss = divergence + stream_weight * stream_error(streams, lesson.streams)
+        return divergence.item(), torch.autograd.grad(loss, parameters)
 
     losses, gradients = zip(*threads.map(one_row, range(len(ids))), strict=True)
     for parameter, *of_rows in zip(parameters, *gradients, strict=True):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from mapper.demo import card, dialogues, evaluate, models, prompts, prune, texts, update
 from mapper.demo.distill import Trainer, Training, row_threads, target_sharpness, train_step
 from mapper.demo.sampling import GROUPED_ATTENTION
-from mapper.demo.student import Student
+from mapper.demo.student import Student, stream_error
 from mapper.methods.forward_kl import Candidates, forward_kl
 from tests.tiny_pair import VOCABULARY, tiny_model
 
@@ -58,9 +58,9 @@ def test_merged_update_equals_running_it_beside_the_weights(trained, tmp_path):
         value.data.copy_(stored[name])  # both sides with what the file kept
     kept = update.Recipe(REMOVED, None).kept(6)
     merged = model_from(update.merge(update.pruned_weights(weights_of(teacher), kept), stored), 4)
-    parting, _ = student.teach(IDS)
+    lesson = student.teach(IDS)
     with torch.no_grad():
-        expected = student.follow(parting)
+        expected, _ = student.follow(lesson.parting)
         found = merged.model(IDS).last_hidden_state
         plain = (
             model_from(update.pruned_weights(weights_of(teacher), kept), 4)
@@ -229,7 +229,7 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
         with row_threads(len(batch)) as threads:
             for _ in range(steps):
                 even = torch.ones(batch.shape)
-                losses.append(train_step(student, candidates, batch, even, threads))
+                losses.append(train_step(student, candidates, batch, even, threads, 0.5))
                 trainer.update()
         return losses
 
@@ -309,27 +309,55 @@ def test_a_sharper_target_is_what_the_student_learns():
     student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
     candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
     with torch.no_grad():
-        parting, wanted = student.teach(IDS)
+        lesson = student.teach(IDS)
         head = teacher.lm_head.weight
-        target = (2 * (wanted @ head.T)).log_softmax(-1)
-        found = (student.follow(parting) @ head.T).log_softmax(-1)
+        target = (2 * (lesson.last @ head.T)).log_softmax(-1)
+        found = (student.follow(lesson.parting)[0] @ head.T).log_softmax(-1)
         expected = (target.exp() * (target - found)).sum(-1).mean().item()
     with row_threads(len(IDS)) as threads:
-        loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0), threads)
+        loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0), threads, 0.5)
     assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def test_streams_are_compared_where_the_student_rejoins_its_teacher():
+    """The layers behind each gap: the student's input there, against the full model's at the same layer."""
+    teacher = tiny()
+    kept = update.Recipe(REMOVED, None).kept(6)
+    student = Student(teacher, kept, rank=3, seed=0)
+    lesson = student.teach(IDS)
+    _, streams = student.follow(lesson.parting)
+    states = teacher.model(IDS, output_hidden_states=True).hidden_states
+    pruned = model_from(update.pruned_weights(weights_of(teacher), kept), 4)
+    own = pruned.model(IDS, output_hidden_states=True).hidden_states
+    behind = [place for place in range(1, 4) if kept[place] != kept[place - 1] + 1]
+    assert len(streams) == len(lesson.streams) == len(behind) > 0
+    for place, ours, theirs in zip(behind, streams, lesson.streams, strict=True):
+        norm = teacher.model.layers[kept[place]].input_layernorm
+        torch.testing.assert_close(theirs, norm(states[kept[place]]))
+        torch.testing.assert_close(ours, norm(own[place]), atol=1e-5, rtol=1e-4)
+    expected = [
+        ((a - b)[:, 1:] ** 2).sum() / (b[:, 1:] ** 2).sum()
+        for a, b in zip(streams, lesson.streams, strict=True)
+    ]
+    assert stream_error(streams, lesson.streams).item() == pytest.approx(
+        sum(expected).item() / len(expected), rel=1e-4
+    )
 
 
 def test_gradient_is_that_of_all_rows_together():
     student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
     candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
-    parting, wanted = student.teach(IDS)
     head = student.teacher.lm_head.weight
     parameters = list(student.parameters().values())
-    together = torch.autograd.grad(
-        forward_kl(student.follow(parting), wanted, head, torch.zeros(len(head))), parameters
-    )
+    losses = []
+    for row in IDS.split(1):
+        lesson = student.teach(row)
+        last, streams = student.follow(lesson.parting)
+        divergence = forward_kl(last, lesson.last, head, torch.zeros(len(head)))
+        losses.append(divergence + 0.5 * stream_error(streams, lesson.streams))
+    together = torch.autograd.grad(sum(losses) / len(IDS), parameters)
     with row_threads(len(IDS)) as threads:
-        train_step(student, candidates, IDS, torch.ones(IDS.shape), threads)
+        train_step(student, candidates, IDS, torch.ones(IDS.shape), threads, 0.5)
     for parameter, gradient in zip(parameters, together, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
@@ -348,9 +376,9 @@ def test_training_goes_on_with_more_rank_from_the_same_function(trained):
     teacher, student = trained
     wider = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=5, seed=3)
     Trainer(wider, Training(rank=5)).start_from(student.parameters())
-    parting, _ = student.teach(IDS)
+    parting = student.teach(IDS).parting
     with torch.no_grad():
-        torch.testing.assert_close(wider.follow(parting), student.follow(parting))
+        torch.testing.assert_close(wider.follow(parting)[0], student.follow(parting)[0])
     # the added rank can learn: its half that is not zero is random
     assert all(
         (value != 0).any(1).all()
@@ -363,7 +391,10 @@ def test_dialogues_file_is_small_alternates_and_never_asks_a_judged_prompt():
     assert dialogues.DIALOGUES_FILE.stat().st_size <= dialogues.MAX_BYTES
     rows = [json.loads(line) for line in dialogues.DIALOGUES_FILE.read_text().splitlines()]
     asked = [row["messages"][0]["content"].lower() for row in rows]
-    assert len(rows) >= 300 and len(set(asked)) == len(asked)
+    answers = [row["messages"][1]["content"] for row in rows]
+    assert len(rows) >= 300 and len(set(zip(asked, answers, strict=True))) == len(asked)
+    heldout = [first for first, row in zip(asked, rows, strict=True) if row["split"] == "heldout"]
+    assert len(set(heldout)) == len(heldout)
     assert not {prompt.lower() for prompt in prompts.JUDGED_PROMPTS} & set(asked)
     for row in rows:
         roles = [message["role"] for message in row["messages"]]
@@ -373,13 +404,16 @@ def test_dialogues_file_is_small_alternates_and_never_asks_a_judged_prompt():
 
 
 def test_collecting_drops_loops_repeats_and_judged_prompts(tmp_path):
-    def row(question: str, answer: str) -> str:
+    def row(question: str, answer: str, split: str = "train") -> str:
         messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-        return json.dumps({"messages": messages, "split": "train"})
+        return json.dumps({"messages": messages, "split": split})
 
     lines = [
         row("What is tea?", "A drink."),
         row("what is tea", "Leaves in water."),
+        row("What is tea?", "A drink."),
+        row("What is salt?", "A mineral.", "heldout"),
+        row("What is salt?", "A spice.", "heldout"),
         row("Say it.", "again and again " * 20),
         row(prompts.JUDGED_PROMPTS[0], "Paris."),
         json.dumps({"text": "Tea is a drink.", "split": "train"}),
@@ -387,7 +421,9 @@ def test_collecting_drops_loops_repeats_and_judged_prompts(tmp_path):
     (tmp_path / "batch").write_text("\n".join(lines))
     dialogues.collect([tmp_path / "batch"], tmp_path / "dialogues", tmp_path / "prose")
     kept = dialogues.load_dialogues("train", tmp_path / "dialogues")
-    assert [messages[1]["content"] for messages in kept] == ["A drink."]
+    assert [messages[1]["content"] for messages in kept] == ["A drink.", "Leaves in water."]
+    heldout = dialogues.load_dialogues("heldout", tmp_path / "dialogues")
+    assert [messages[1]["content"] for messages in heldout] == ["A mineral."]
     assert dialogues.load_prose("train", tmp_path / "prose") == ["Tea is a drink."]
 
 
