@@ -90,8 +90,10 @@ def run(
         UnsupportedModel: the models' caches do not correspond.
         CalibrationError: too little text, or values that are not finite.
     """
-    if refit is not None and method == "mlp":
-        raise CalibrationError("only linear maps can be refitted; choose another method than mlp")
+    if method == "mlp" and (refit is not None or distill_seconds):
+        raise CalibrationError(
+            "only linear maps can be refitted or distilled; choose another method than mlp"
+        )
     started = time.monotonic()
     models = [CapturedModel(folder, page_size=page_size) for folder in (source, target)]
     specs = [model.spec.model_copy(update={"kv_dtype": kv_dtype}) for model in models]

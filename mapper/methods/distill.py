@@ -3,14 +3,16 @@
 The loss is the forward KL(native || mapped) of the target's next tokens on top of a mapped prefix,
 in a short window after the hand-over (after the distillation reported beside arXiv 2609.00891;
 there a low-rank update, here all of the map: it is small beside the model that it is trained
-through). It starts from the closed-form fit, without which it does not converge. No parameter
-is added. Several hand-overs of one document share one mapped prefix and one pass of the target.
+through). It starts from the closed-form fit, without which it does not converge, and works in whitened
+coordinates of the source's features. No parameter is added. Several hand-overs of one document share one mapped
+prefix and one pass of the target.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,9 +23,13 @@ from mapper.capture.model import CapturedModel
 from mapper.capture.texts import Document
 from mapper.methods.base import CacheMap, LayerMap, by_head, map_layers, on_norm_sphere
 from mapper.methods.forward_kl import forward_kl
+from mapper.methods.whiten import Whitening
+from mapper.moments import KINDS
 
 # Tokens after a hand-over that count: those further on hardly feel the prefix, and cost the same.
 WINDOW = 40
+# Documents of one step, each on a thread of its own, so that cores need not wait for each other.
+DOCUMENTS = 2
 # Hand-overs of a document in one step, and the shortest prefix before one.
 HAND_OVERS = 8
 SHORTEST_PREFIX = 32
@@ -157,26 +163,43 @@ def distill(
 ) -> tuple[CacheMap, int]:
     """Trains for `seconds`; returns the trained map and the steps taken."""
     generator = torch.Generator().manual_seed(0)
-    pupils = {kind: nn.ModuleList(map(Pupil, getattr(maps, kind))) for kind in ("k", "v")}
+    coordinates = Whitening(lesson.features for lesson in lessons)
+    pupils = {
+        kind: nn.ModuleList(Pupil(coordinates.enter(one, kind)) for one in getattr(maps, kind))
+        for kind in KINDS
+    }
     optimiser = torch.optim.Adam(_groups(pupils), betas=(0.9, 0.98))
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
+
+    def gradient(lesson: Lesson, hand_overs: list[int]) -> tuple[torch.Tensor, ...]:
+        seen = replace(lesson, features=coordinates.features(lesson.features))
+        loss = classroom.loss(pupils, maps.key_norms, seen, hand_overs)
+        return torch.autograd.grad(loss, parameters)
+
     started, step, order = time.monotonic(), 0, []
-    while (elapsed := time.monotonic() - started) < seconds:
-        for group in optimiser.param_groups:
-            warm_up = min(1.0, (step + 1) / WARM_UP)
-            group["lr"] = group["peak"] * warm_up * (1 - elapsed / seconds)
-        order = order or torch.randperm(len(lessons), generator=generator).tolist()
-        lesson = lessons[order.pop()]
-        hand_overs = _hand_overs(lesson.document, generator)
-        classroom.loss(pupils, maps.key_norms, lesson, hand_overs).backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimiser.step()
-        optimiser.zero_grad()
-        step += 1
-        report(elapsed)
+    cores = max(1, torch.get_num_threads() // DOCUMENTS)
+    with ThreadPoolExecutor(DOCUMENTS, "lesson", torch.set_num_threads, (cores,)) as threads:
+        while (elapsed := time.monotonic() - started) < seconds:
+            for group in optimiser.param_groups:
+                warm_up = min(1.0, (step + 1) / WARM_UP)
+                group["lr"] = group["peak"] * warm_up * (1 - elapsed / seconds)
+            while len(order) < DOCUMENTS:
+                order += torch.randperm(len(lessons), generator=generator).tolist()
+            chosen = [lessons[order.pop()] for _ in range(DOCUMENTS)]
+            places = [_hand_overs(lesson.document, generator) for lesson in chosen]
+            gradients = threads.map(gradient, chosen, places)
+            for parameter, *parts in zip(parameters, *gradients, strict=True):
+                parameter.grad = sum(parts) / DOCUMENTS
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimiser.step()
+            step += 1
+            report(elapsed)
     trained = (
-        [pupil.requires_grad_(False).layer_map(torch.float32) for pupil in pupils[kind]]
-        for kind in ("k", "v")
+        [
+            coordinates.leave(pupil.requires_grad_(False).layer_map(torch.float32), kind)
+            for pupil in pupils[kind]
+        ]
+        for kind in KINDS
     )
     return CacheMap(*trained, maps.key_norms), step
 

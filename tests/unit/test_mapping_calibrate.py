@@ -47,7 +47,7 @@ def test_auto_distils_and_is_evaluated(pair) -> None:
     out = fit(pair, "auto", method="auto", budget=budget, distill_seconds=2)
     manifest = Artifact.load(out).manifest
     distilled = manifest.selection["distilled"]
-    assert distilled["steps"] > 3
+    assert distilled["steps"] > 0
     before, after = distilled["held_out_kl_before"], distilled["held_out_kl_after"]
     assert set(before) == {"chat", "prose"}
     assert distilled["kept"] == all(after[kind] < before[kind] for kind in before)
@@ -243,6 +243,8 @@ def test_a_refit_is_taken_where_it_lowers_the_held_out_error(pair, method: str) 
 def test_a_network_is_not_refitted(pair) -> None:
     with pytest.raises(CalibrationError, match="linear"):
         fit(pair, "bent", method="mlp", refit="repair")
+    with pytest.raises(CalibrationError, match="linear"):
+        fit(pair, "bent", method="mlp", distill_seconds=1)
 
 
 def test_a_network_is_saved_and_maps_the_same(pair, monkeypatch) -> None:
