@@ -256,9 +256,8 @@ BUDGET = """\
   dialogues the ratio on answers fell from 1.51 to 1.45 and 1.38. Rows that came back in the last stage had a KL of
   0.26 nats a token, new ones 0.35: one reading is enough to remember them, so that more passes over the same text
   do little.
-- On that curve another million and a half new tokens take the ratio on all held-out dialogues to its limit
-  (`dialogues --batches 120`, then `distill --published` with as many steps as that makes): an hour and a half of two
-  idle cores.
+- On that curve about another million new tokens take the ratio on all held-out dialogues to its limit
+  (`dialogues --batches 150`, then `distill --published` with as many steps as that makes): an hour of two idle cores.
 - The large model is small itself, and stored in 4 bits: sampled, it answers many simple questions wrongly, and the small
   one learns that too.
 - The dialogues were sampled at temperature 0.7, so the large model finds them easy (perplexity below 4) and each
