@@ -246,8 +246,8 @@ HOW_MADE = """\
 
 `python -m mapper.demo build` needs none of this: it merges `small_update.safetensors` into the packaged weights.
 Attention is unchanged, so both models have 3 KV heads of 64; the small one caches 21 layers, the large one 30. One cache
-is no copy of the other: raw KV costs at least 128 times the KL of mapped KV from small to large (6 held-out dialogues) and
-248 times from large to small (4), by `baton eval`."""
+is no copy of the other: with the update before this one, raw KV cost at least 128 times the KL of mapped KV from small to
+large (6 held-out dialogues) and 248 times from large to small (4), by `baton eval`; not measured again since."""
 
 BUDGET = """\
 - Three runs, each from the update of the one before: 588,800 and 1,351,680 tokens at rank 24, then 819,200 and
