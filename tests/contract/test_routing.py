@@ -1,109 +1,14 @@
-"""Policies at work: hot reload, overrides, the decision log, live economics, budgets, rollouts."""
+"""Policies at work: overrides, the decision log, live economics, rollouts, what is remembered of a session."""
 
 import itertools
 import json
-import os
 
 import httpx
 import pytest
 
 from router.auth import keys
-from router.routing import catalog
+from tests.contract.routed import BODY, PRICES, tier
 from tests.stack import Talk, eventually, user
-
-BODY = {"model": "auto", "messages": [user()]}
-SMALL = "kind: pinned\ntier: small\n"
-LARGE = "kind: pinned\ntier: large\n"
-PRICES = {
-    "small": {"prompt": 1, "completion": 2},
-    "large": {"prompt": 10, "cached": 1, "completion": 20},
-}
-
-
-def ready(stack):
-    return httpx.get(f"{stack.url}/ready")
-
-
-# Hot reload
-
-
-@pytest.fixture
-def path(tmp_path):
-    path = tmp_path / "policy.yaml"
-    path.write_text(SMALL)
-    return path
-
-
-def tier(stack, **headers):
-    return stack.post(BODY, headers).headers["x-baton-tier"]
-
-
-@pytest.mark.parametrize("bad", ["kind: [", "kind: nosuch", "kind: pinned\ntier: medium\n", None])
-def test_a_bad_file_leaves_the_last_good_policy(make_stack, path, bad, capsys):
-    stack = make_stack(policy=path)
-    version = ready(stack).json()["policies"]["default"]["version"]
-    if bad is None:
-        path.unlink()
-    else:
-        path.write_text(bad)
-    eventually(lambda: stack.metric("baton_policy_stale", policy="default") == 1)
-    assert stack.metric("baton_policy_reloads_total", policy="default", outcome="refused") == 1
-    assert tier(stack) == "small"
-    answer = ready(stack)
-    assert answer.status_code == 200
-    assert answer.json()["policies"]["default"] == {"version": version, "stale": True}
-    (line,) = [
-        json.loads(text)
-        for text in capsys.readouterr().err.splitlines()
-        if "policy_refused" in text
-    ]
-    assert str(path) in line["error"] and line["running"] == version
-    path.write_text(LARGE)
-    eventually(lambda: stack.metric("baton_policy_stale", policy="default") == 0)
-    assert tier(stack) == "large"
-    assert ready(stack).json()["policies"]["default"]["stale"] is False
-
-
-def test_files_are_looked_at_well_within_two_seconds():
-    assert catalog.LOOK_MS + catalog.SETTLE_MS <= 1200
-
-
-def test_a_file_that_is_replaced_by_another(make_stack, path, tmp_path):
-    # As editors and Kubernetes do it: a new file takes the old one's place.
-    stack = make_stack(policy=path)
-    fresh = tmp_path / "fresh"
-    fresh.write_text(LARGE)
-    os.replace(fresh, path)
-    eventually(lambda: tier(stack) == "large")
-
-
-def test_a_part_in_another_folder(make_stack, path, tmp_path):
-    parts = tmp_path / "parts"
-    parts.mkdir()
-    (parts / "new.yaml").write_text(SMALL)
-    path.write_text(
-        "kind: rollout\nmode: canary\npercent: 100\ncurrent: {kind: pinned}\n"
-        "candidate: parts/new.yaml\n"
-    )
-    stack = make_stack(policy=path)
-    assert tier(stack) == "small"
-    (parts / "new.yaml").write_text("kind: [")
-    eventually(lambda: stack.metric("baton_policy_stale", policy="default") == 1)
-    assert tier(stack) == "small"
-    (parts / "new.yaml").write_text(LARGE)
-    eventually(lambda: tier(stack) == "large")
-
-
-def test_the_folder_goes_away_and_comes_back(make_stack, path, tmp_path):
-    stack = make_stack(policies={"named": path})
-    away = tmp_path.with_name("away")
-    tmp_path.rename(away)
-    eventually(lambda: stack.metric("baton_policy_stale", policy="named") == 1)
-    away.rename(tmp_path)
-    path.write_text(LARGE)
-    eventually(lambda: stack.metric("baton_policy_stale", policy="named") == 0)
-    assert tier(stack, **{"x-baton-policy": "named"}) == "large"
-
 
 # Overrides and explanations
 
@@ -271,76 +176,6 @@ def test_a_mapper_that_is_down_maps_nothing(make_stack):
     tiers = json.loads(answer.headers["x-baton-explain"])["inputs"]["economics"]["tiers"]
     shares = [one["mapped_share"] for one in tiers.values()]
     assert shares == [0.0, 0.0]
-
-
-# Budgets
-
-
-def budget(at_limit="degrade", status=402, **limits):
-    return {
-        "kind": "adaptive",
-        "threshold": -1.0,
-        "budgets": {**limits, "at_limit": at_limit, "status": status},
-    }
-
-
-def test_a_session_is_degraded_at_its_limit(make_stack):
-    stack = make_stack(policy=budget(session={"large_tokens": 100}), prices=PRICES)
-    talk = Talk("s")
-    assert talk.turn(stack)["x-baton-tier"] == "large"
-    answer = talk.turn(stack)
-    while answer["x-baton-tier"] == "large":
-        answer = talk.turn(stack)
-    assert answer["x-baton-reason"] == "budget_session_large_tokens"
-    # Also when the large tier is asked for: the limit is the operator's.
-    assert talk.turn(stack, model="large")["x-baton-tier"] == "small"
-    # Another session has its own.
-    assert Talk("other").turn(stack)["x-baton-tier"] == "large"
-
-
-@pytest.mark.parametrize("status", [402, 429])
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_tenant_is_refused_at_its_limit(make_stack, status, stream):
-    stack = make_stack(policy=budget("reject", status, tenant={"money": 0.001}), prices=PRICES)
-    while (answer := stack.post({**BODY, "stream": stream})).status_code == 200:
-        assert len(stack.large[0].seen) < 100
-    assert answer.status_code == status
-    assert answer.json()["error"] == {
-        "message": "Today's budget is used up.",
-        "type": "insufficient_quota",
-        "param": None,
-        "code": "budget_tenant_money",
-    }
-    assert answer.headers["x-baton-reason"] == "budget_tenant_money"
-    assert answer.headers["x-should-retry"] == "false"
-    assert ("retry-after" in answer.headers) is (status == 429)
-    sent = len(stack.large[0].seen)
-    assert sent == pytest.approx(
-        0.001 / stack.metric("baton_money_total", tier="large") * sent, 0.5
-    )
-    assert stack.metric("baton_rejected_total", reason="budget_tenant_money") == 1
-    assert len(stack.large[0].seen) == sent
-
-
-def test_the_official_client_does_not_try_again(make_stack):
-    import openai
-
-    stack = make_stack(policy=budget("reject", 429, tenant={"large_tokens": 1}))
-    stack.post(BODY)
-    with pytest.raises(openai.RateLimitError) as error:
-        stack.client(max_retries=3).chat.completions.create(**BODY)
-    assert error.value.code == "budget_tenant_large_tokens"
-    assert stack.metric("baton_rejected_total", reason="budget_tenant_large_tokens") == 1
-
-
-def test_one_tenants_spending_is_not_anothers(make_stack, tmp_path):
-    path = tmp_path / "keys.yaml"
-    a, b = keys.create(path, "a"), keys.create(path, "b")
-    stack = make_stack(
-        auth={"keys_file": str(path)}, policy=budget("reject", tenant={"large_tokens": 1})
-    )
-    for key, expected in ((a, 200), (a, 402), (b, 200)):
-        assert stack.post(BODY, {"authorization": f"Bearer {key}"}).status_code == expected
 
 
 # Rollouts
