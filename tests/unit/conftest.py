@@ -11,3 +11,21 @@ def redis_server():
     server = RedisServer().start()
     yield server
     server.close()
+
+
+@pytest.fixture
+def trained():
+    """A student whose low-rank additions and norms are no longer at their start."""
+    # Torch and Transformers are slow to import, and most tests here need neither.
+    import torch
+
+    from mapper.demo.student import Student
+    from mapper.demo.update import Recipe
+    from tests.tiny_demo import REMOVED, tiny
+
+    teacher = tiny()
+    student = Student(teacher, Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    generator = torch.Generator().manual_seed(1)
+    for value in student.parameters().values():
+        value.data += 0.1 * torch.randn(value.shape, generator=generator)
+    return teacher, student

@@ -1,0 +1,188 @@
+"""Healing the demo's small model: its loss, its targets, checkpoints and earlier updates, on tiny random models."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mapper.demo import dialogues, update
+from mapper.demo.distill import Trainer, Training, row_threads, target_sharpness, train_step
+from mapper.demo.student import Student, stream_error
+from mapper.methods.forward_kl import Candidates, forward_kl
+from tests.tiny_demo import IDS, REMOVED, model_from, tiny, weights_of
+from tests.tiny_pair import VOCABULARY
+
+
+def test_forward_kl_and_its_gradient_match_the_plain_formula():
+    torch.manual_seed(0)
+    head, teacher = torch.randn(96, 32), torch.randn(150, 32)
+    student = torch.randn(150, 32, requires_grad=True)
+    counts = torch.ones(96, dtype=torch.long)
+    chosen, log_weight = Candidates(counts, frequent=96, sampled=0, seed=0).draw(IDS)
+    found = forward_kl(student, teacher, head[chosen], log_weight)
+    (gradient,) = torch.autograd.grad(found, student)
+    wanted, ours = (teacher @ head.T).log_softmax(-1), (student @ head.T).log_softmax(-1)
+    expected = (wanted.exp() * (wanted - ours)).sum(-1).mean()
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(expected, student)[0], atol=1e-6, rtol=1e-3
+    )
+
+
+def test_sampled_candidates_stand_for_the_whole_vocabulary():
+    counts = torch.zeros(1000, dtype=torch.long)
+    counts[:100] = 5
+    chosen, log_weight = Candidates(counts, frequent=100, sampled=50, seed=0).draw(
+        torch.tensor([[998, 999]])
+    )
+    assert len(set(chosen.tolist())) == len(chosen) == 152
+    assert {998, 999} <= set(chosen.tolist())
+    assert log_weight.exp().sum().item() == pytest.approx(1000)
+
+
+def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path):
+    training = Training(steps=30, rank=4, warmup=2, learning_rate=1e-2)
+    batch = torch.randint(0, VOCABULARY, (4, 20), generator=torch.Generator().manual_seed(3))
+
+    def fresh() -> tuple[Student, Trainer, Candidates]:
+        student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), training.rank, seed=0)
+        return (
+            student,
+            Trainer(student, training),
+            Candidates(torch.ones(VOCABULARY, dtype=torch.long), VOCABULARY, 0, 0),
+        )
+
+    def advance(
+        student: Student, trainer: Trainer, candidates: Candidates, steps: int
+    ) -> list[float]:
+        losses = []
+        with row_threads(len(batch)) as threads:
+            for _ in range(steps):
+                even = torch.ones(batch.shape)
+                losses.append(train_step(student, candidates, batch, even, threads, 0.5))
+                trainer.update()
+        return losses
+
+    student, trainer, candidates = fresh()
+    first = advance(student, trainer, candidates, 10)
+    trainer.save(tmp_path / "checkpoint.safetensors")
+    rest = advance(student, trainer, candidates, 10)
+    assert rest[-1] < 0.7 * first[0]
+    student, trainer, candidates = fresh()
+    trainer.load(tmp_path / "checkpoint.safetensors")
+    assert advance(student, trainer, candidates, 10) == pytest.approx(rest, rel=1e-4)
+    assert trainer.step == 20
+
+
+def test_learning_rate_warms_up_and_ends_at_its_final_share():
+    training = Training(steps=100, warmup=10, learning_rate=1.0, final_rate=0.1)
+    assert training.rate(0) == pytest.approx(0.1)
+    assert training.rate(10) == pytest.approx(1.0)
+    assert training.rate(100) == pytest.approx(0.1)
+    assert training.rate(30) > training.rate(60) > training.rate(99)
+
+
+class ChatMarks:
+    """Stands for a tokenizer whose marks are 1 and 2 and whose word for the assistant is 50 51."""
+
+    def convert_tokens_to_ids(self, tokens):
+        return [1, 2]
+
+    def __call__(self, text, add_special_tokens):
+        return SimpleNamespace(input_ids=[50, 51])
+
+
+def test_only_tokens_that_were_sampled_as_answers_are_taught_at_the_sampling_temperature():
+    #    ... in a turn  user ......... end  \n  assistant .... end \n  user
+    row = [60, 50, 2, 9, 1, 40, 9, 61, 62, 2, 9, 1, 50, 51, 9, 63, 64, 2, 9, 1, 40]
+    ids = torch.tensor([row, row])
+    sharpness = target_sharpness(ChatMarks(), ids, ["dialogues", "prose"])
+    answers = torch.tensor([14, 15, 16])  # they predict 63, 64 and the end mark
+    assert sharpness[0, answers].tolist() == pytest.approx([1 / dialogues.ANSWER.temperature] * 3)
+    others = torch.ones(len(row), dtype=torch.bool).index_fill(0, answers, False)
+    assert (sharpness[0, others] == 1).all() and (sharpness[1] == 1).all()
+
+
+def test_a_sharper_target_is_what_the_student_learns():
+    teacher = tiny()
+    student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
+    with torch.no_grad():
+        lesson = student.teach(IDS)
+        head = teacher.lm_head.weight
+        target = (2 * (lesson.last @ head.T)).log_softmax(-1)
+        found = (student.follow(lesson.parting)[0] @ head.T).log_softmax(-1)
+        expected = (target.exp() * (target - found)).sum(-1).mean().item()
+    with row_threads(len(IDS)) as threads:
+        loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0), threads, 0.5)
+    assert loss == pytest.approx(expected, rel=1e-3)
+
+
+def test_streams_are_compared_where_the_student_rejoins_its_teacher():
+    """The layers behind each gap: the student's input there, against the full model's at the same layer."""
+    teacher = tiny()
+    kept = update.Recipe(REMOVED, None).kept(6)
+    student = Student(teacher, kept, rank=3, seed=0)
+    lesson = student.teach(IDS)
+    _, streams = student.follow(lesson.parting)
+    states = teacher.model(IDS, output_hidden_states=True).hidden_states
+    pruned = model_from(update.pruned_weights(weights_of(teacher), kept), 4)
+    own = pruned.model(IDS, output_hidden_states=True).hidden_states
+    behind = [place for place in range(1, 4) if kept[place] != kept[place - 1] + 1]
+    assert len(streams) == len(lesson.streams) == len(behind) > 0
+    for place, ours, theirs in zip(behind, streams, lesson.streams, strict=True):
+        norm = teacher.model.layers[kept[place]].input_layernorm
+        torch.testing.assert_close(theirs, norm(states[kept[place]]))
+        torch.testing.assert_close(ours, norm(own[place]), atol=1e-5, rtol=1e-4)
+    expected = [
+        ((a - b)[:, 1:] ** 2).sum() / (b[:, 1:] ** 2).sum()
+        for a, b in zip(streams, lesson.streams, strict=True)
+    ]
+    assert stream_error(streams, lesson.streams).item() == pytest.approx(
+        sum(expected).item() / len(expected), rel=1e-4
+    )
+
+
+def test_gradient_is_that_of_all_rows_together():
+    student = Student(tiny(), update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
+    head = student.teacher.lm_head.weight
+    parameters = list(student.parameters().values())
+    losses = []
+    for row in IDS.split(1):
+        lesson = student.teach(row)
+        last, streams = student.follow(lesson.parting)
+        divergence = forward_kl(last, lesson.last, head, torch.zeros(len(head)))
+        losses.append(divergence + 0.5 * stream_error(streams, lesson.streams))
+    together = torch.autograd.grad(sum(losses) / len(IDS), parameters)
+    with row_threads(len(IDS)) as threads:
+        train_step(student, candidates, IDS, torch.ones(IDS.shape), threads, 0.5)
+    for parameter, gradient in zip(parameters, together, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
+
+
+def test_training_goes_on_from_an_earlier_update(trained):
+    teacher, student = trained
+    fresh = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
+    trainer = Trainer(fresh, Training(rank=3))
+    trainer.start_from(student.parameters())
+    for name, value in student.parameters().items():
+        assert torch.equal(fresh.parameters()[name], value)
+        assert torch.equal(trainer.average[name], value)
+
+
+def test_training_goes_on_with_more_rank_from_the_same_function(trained):
+    teacher, student = trained
+    wider = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=5, seed=3)
+    Trainer(wider, Training(rank=5)).start_from(student.parameters())
+    parting = student.teach(IDS).parting
+    with torch.no_grad():
+        torch.testing.assert_close(wider.follow(parting)[0], student.follow(parting)[0])
+    # the added rank can learn: its half that is not zero is random
+    assert all(
+        (value != 0).any(1).all()
+        for name, value in wider.parameters().items()
+        if name.endswith("down")
+    )
