@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -31,6 +32,8 @@ from mapper.spec import ModelSpec
 
 # Held-out documents stay in memory: enough to tell variants apart, a bounded few hundred MB.
 HELD_OUT_TOKENS = 4096
+# Quotes that distillation rehearses, beside a bounded part of the text.
+RECALL_TOKENS = 32_768
 _SEED = 0
 
 
@@ -102,6 +105,8 @@ def run(
     if method == "identity":
         return _save_identity(out, models[1], specs, first_tokens(tokenizer, []), native_tail or 0)
     text = _read_text(texts, tokenizer, tokens, length, held_out)
+    if distill_seconds:
+        text = _with_recall(text, tokenizer, length)
     sources = {path.name: file_digest(path) for path in map(Path, texts)}
     options = Options(method, k, ridge, budget, refit, distill_seconds, native_tail, sources)
 
@@ -153,16 +158,17 @@ def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> T
     for reason, count in skipped.items():
         if count:
             console.print(f"[yellow]{count} documents: {reason}[/]")
-    recall, recall_exam = (
-        recall_documents(part, tokenizer, length=length, seed=_SEED) for part in (fit, held)
+    return Text(fit, held, {reason: count for reason, count in skipped.items() if count})
+
+
+def _with_recall(text: Text, tokenizer, length: int) -> Text:
+    recall, exam = (
+        recall_documents(part, tokenizer, length=length, seed=_SEED)
+        for part in (text.fit, text.held_out)
     )
-    return Text(
-        fit,
-        held,
-        recall,
-        first_documents(recall_exam, HELD_OUT_TOKENS // len(kinds)),
-        {reason: count for reason, count in skipped.items() if count},
-    )
+    kinds = {document.kind for document in text.held_out}
+    exam = first_documents(exam, HELD_OUT_TOKENS // len(kinds))
+    return replace(text, recall=first_documents(recall, RECALL_TOKENS), recall_exam=exam)
 
 
 def _save_identity(

@@ -28,7 +28,6 @@ from mapper.spec import ModelSpec
 HELD_OUT_QUERIES = 24
 # Documents that distillation rehearses, or whose rows a network is trained on, stay in memory.
 LESSON_TOKENS = 65_536
-RECALL_TOKENS = 32_768
 # `auto` spends at most this share of the arithmetic of prefilling the same tokens on mapping.
 BUDGET_SHARE = 0.125
 
@@ -37,15 +36,14 @@ BUDGET_SHARE = 0.125
 class Text:
     """Documents split into those to fit and those to choose by.
 
-    `recall` are made from those to fit, `recall_exam` from the others (`capture/recall.py`); only distillation
-    reads them.
+    `recall` are made from those to fit, `recall_exam` from the others (`capture/recall.py`), for distillation alone.
     """
 
     fit: list[Document]
     held_out: list[Document]
-    recall: list[Document]
-    recall_exam: list[Document]
     skipped: dict[str, int]
+    recall: Sequence[Document] = ()
+    recall_exam: Sequence[Document] = ()
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,7 @@ def save_direction(
         classroom = Classroom(*models)
         exam = classroom.prepare(text.held_out)
         if options.distill_seconds:
-            lessons = classroom.prepare(
-                first_documents(text.fit, LESSON_TOKENS)
-                + first_documents(text.recall, RECALL_TOKENS)
-            )
+            lessons = classroom.prepare([*first_documents(text.fit, LESSON_TOKENS), *text.recall])
             judged = exam + classroom.prepare(text.recall_exam)
             maps, record = _distill(maps, classroom, lessons, judged, options.distill_seconds)
             selection["distilled"] = record

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from mapper.capture.texts import Document, render
+from mapper.capture.texts import Document, render, short_digest
 
 _SENTENCE = re.compile(r"[^.!?\n]{20,400}[.!?](?=\s|$)")
 # Notes of one document, and how many of them are asked for again.
@@ -64,7 +63,7 @@ def _window(
         messages.append({"role": "assistant", "content": notes[number]})
     ids = render(tokenizer, messages)[:length]
     return Document(
-        hashlib.sha256(str(ids).encode()).hexdigest()[:16],
+        short_digest(str(ids)),
         document.origin,
         torch.tensor(ids),
         "recall",

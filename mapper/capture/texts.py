@@ -63,7 +63,7 @@ def read_documents(
     seen = set()
     for path in paths:
         for window in _windows(Path(path), tokenizer, length, split, skipped):
-            digest = hashlib.sha256(str(window.ids).encode()).hexdigest()[:16]
+            digest = short_digest(str(window.ids))
             if len(window.ids) < _SHORTEST_TOKENS:
                 skipped["shorter than 32 tokens"] += 1
             elif digest in seen:
@@ -188,7 +188,7 @@ def _chained(
                 if message["role"] == "assistant"
             )
             inside = tuple(at for at in answers if at < length)
-            yield _Window(_origin(json.dumps(chain)), ids[:length], "chat", inside)
+            yield _Window(short_digest(json.dumps(chain)), ids[:length], "chat", inside)
             chain = []
         if messages is not None:
             chain = [*chain, *messages]
@@ -203,7 +203,7 @@ def _joined_prose(
     for text in [*texts, None]:
         if joined and (text is None or len(tokenizer.encode(joined)) >= length):
             for ids in _prose(joined.strip(), tokenizer, length):
-                yield _Window(_origin(joined), ids)
+                yield _Window(short_digest(joined), ids)
             joined = ""
         if text is not None:
             joined += text.strip() + "\n\n"
@@ -229,5 +229,5 @@ def _prose(text: str, tokenizer: PreTrainedTokenizerBase, length: int) -> Iterat
         yield before + ids[start : start + step] + after
 
 
-def _origin(text: str) -> str:
+def short_digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]

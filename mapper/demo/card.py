@@ -250,7 +250,7 @@ is no copy of the other: with the update before this one, raw KV cost at least 1
 large (6 held-out dialogues) and 248 times from large to small (4), by `baton eval`; not measured again since."""
 
 BUDGET = """\
-- Three runs, each from the update of the one before: 588,800 and 1,351,680 tokens at rank 24, then 819,200 and
+- Four runs, each from the update of the one before: 588,800 and 1,351,680 tokens at rank 24, then 819,200 and
   1,382,400 at rank 60, about three and a half hours of two cores in all.
 - What is missing is different dialogues. The last two stages read new ones about once, and on 24 rows of held-out
   dialogues the ratio on answers fell from 1.51 to 1.45 and 1.38. Rows that came back in the last stage had a KL of

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mapper.methods.forward_kl import Candidates, forward_kl
+from mapper.methods.parallel import item_threads, set_mean_gradient
 
 from . import texts
 from .dialogues import ANSWER
@@ -181,7 +182,7 @@ def distill(
         MofNCompleteColumn(),
         TextColumn("{task.fields[loss]}"),
     )
-    with Progress(*columns) as bar, row_threads(training.rows) as threads:
+    with Progress(*columns) as bar, item_threads(training.rows) as threads:
         task = bar.add_task("healing", total=training.steps, completed=trainer.step, loss="")
         smooth = None
         while trainer.step < training.steps:
@@ -249,7 +250,7 @@ def train_step(
     after a gap (as intermediate losses of depth pruning, Muralidharan et al. 2024): it costs nothing, the KL falls as
     fast with it, and a cache that stays near the teacher's is one that can be mapped.
 
-    Each row runs on a thread of its own, so that cores need not wait for each other after every product.
+    Each row runs on a thread of its own.
     """
     chosen, log_weight = candidates.draw(ids)
     head = student.teacher.lm_head.weight[chosen]
@@ -264,12 +265,5 @@ def train_step(
         return divergence.item(), torch.autograd.grad(loss, parameters)
 
     losses, gradients = zip(*threads.map(one_row, range(len(ids))), strict=True)
-    for parameter, *of_rows in zip(parameters, *gradients, strict=True):
-        parameter.grad = sum(of_rows) / len(ids)
+    set_mean_gradient(parameters, gradients)
     return sum(losses) / len(ids)
-
-
-def row_threads(rows: int) -> ThreadPoolExecutor:
-    """A thread for each row of a batch; they share the cores that torch may use."""
-    cores = max(1, torch.get_num_threads() // rows)
-    return ThreadPoolExecutor(rows, initializer=torch.set_num_threads, initargs=(cores,))

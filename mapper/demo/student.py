@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -97,25 +98,29 @@ class Student:
     @torch.no_grad()
     def _run_teacher(self, ids: torch.Tensor) -> Lesson:
         layers = self.teacher.model.layers
-        parting = hidden = run_layers(
-            self.teacher, self.teacher.model.embed_tokens(ids), layers[: self.shared]
+        embedded = self.teacher.model.embed_tokens(ids)
+        parting = run_layers(self.teacher, embedded, layers[: self.shared])
+        last, streams = self._walk(
+            parting, layers[self.shared :], [layer for _, layer in self.rejoins]
         )
-        streams, at = [], self.shared
-        for _, layer in self.rejoins:
-            hidden, at = run_layers(self.teacher, hidden, layers[at:layer]), layer
-            streams.append(layers[layer].input_layernorm(hidden))
-        last = run_layers(self.teacher, hidden, layers[at:])
         return Lesson(parting, self.teacher.model.norm(last), streams)
 
     def follow(self, parting: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The student's last hidden states and its streams, as in a `Lesson`; streams pass the teacher's norms."""
         own = list(self.layers.values())
-        hidden, streams, at = parting, [], 0
-        for place, layer in self.rejoins:
-            stop = place - self.shared
-            hidden, at = run_layers(self.teacher, hidden, own[at:stop]), stop
+        last, streams = self._walk(parting, own, [place for place, _ in self.rejoins])
+        return self.norm(last), streams
+
+    def _walk(
+        self, hidden: torch.Tensor, layers: Sequence[nn.Module], stops: list[int]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The states after all `layers`, which follow the shared ones, and the normed ones before each of `stops`."""
+        streams, at = [], 0
+        for stop, (_, layer) in zip(stops, self.rejoins, strict=True):
+            hidden = run_layers(self.teacher, hidden, layers[at : stop - self.shared])
             streams.append(self.teacher.model.layers[layer].input_layernorm(hidden))
-        return self.norm(run_layers(self.teacher, hidden, own[at:])), streams
+            at = stop - self.shared
+        return run_layers(self.teacher, hidden, layers[at:]), streams
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The trainable tensors under the names of the update file."""

@@ -103,7 +103,7 @@ def load_update(recipe: Recipe, path: Path = UPDATE_FILE) -> dict[str, torch.Ten
             if name.endswith(".scale"):
                 continue
             update[name] = file.get_tensor(name).float()
-            # without a scale it is bf16: a norm, or an update from before int8, as the published one is
+            # without a scale it is a norm, in bf16
             if f"{name}.scale" in names:
                 update[name] *= file.get_tensor(f"{name}.scale").float()
         return update

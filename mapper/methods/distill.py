@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,12 +22,13 @@ from mapper.capture.model import CapturedModel
 from mapper.capture.texts import Document
 from mapper.methods.base import CacheMap, LayerMap, by_head, map_layers, on_norm_sphere
 from mapper.methods.forward_kl import forward_kl
+from mapper.methods.parallel import item_threads, set_mean_gradient
 from mapper.methods.whiten import Whitening
 from mapper.moments import KINDS
 
 # Tokens after a hand-over that count: those further on hardly feel the prefix, and cost the same.
 WINDOW = 40
-# Documents of one step, each on a thread of its own, so that cores need not wait for each other.
+# Documents of one step, each on a thread of its own.
 DOCUMENTS = 2
 # Hand-overs of a document in one step, and the shortest prefix before one.
 HAND_OVERS = 8
@@ -177,8 +177,7 @@ def distill(
         return torch.autograd.grad(loss, parameters)
 
     started, step, order = time.monotonic(), 0, []
-    cores = max(1, torch.get_num_threads() // DOCUMENTS)
-    with ThreadPoolExecutor(DOCUMENTS, "lesson", torch.set_num_threads, (cores,)) as threads:
+    with item_threads(DOCUMENTS) as threads:
         while (elapsed := time.monotonic() - started) < seconds:
             for group in optimiser.param_groups:
                 warm_up = min(1.0, (step + 1) / WARM_UP)
@@ -187,9 +186,7 @@ def distill(
                 order += torch.randperm(len(lessons), generator=generator).tolist()
             chosen = [lessons[order.pop()] for _ in range(DOCUMENTS)]
             places = [_hand_overs(lesson.document, generator) for lesson in chosen]
-            gradients = threads.map(gradient, chosen, places)
-            for parameter, *parts in zip(parameters, *gradients, strict=True):
-                parameter.grad = sum(parts) / DOCUMENTS
+            set_mean_gradient(parameters, threads.map(gradient, chosen, places))
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             step += 1

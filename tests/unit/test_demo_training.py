@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from mapper.demo import dialogues, update
-from mapper.demo.distill import Trainer, Training, row_threads, target_sharpness, train_step
+from mapper.demo.distill import Trainer, Training, target_sharpness, train_step
 from mapper.demo.student import Student, stream_error
 from mapper.methods.forward_kl import Candidates, forward_kl
+from mapper.methods.parallel import item_threads
 from tests.tiny_demo import IDS, REMOVED, model_from, tiny, weights_of
 from tests.tiny_pair import VOCABULARY
 
@@ -58,7 +59,7 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
         student: Student, trainer: Trainer, candidates: Candidates, steps: int
     ) -> list[float]:
         losses = []
-        with row_threads(len(batch)) as threads:
+        with item_threads(len(batch)) as threads:
             for _ in range(steps):
                 even = torch.ones(batch.shape)
                 losses.append(train_step(student, candidates, batch, even, threads, 0.5))
@@ -115,7 +116,7 @@ def test_a_sharper_target_is_what_the_student_learns():
         target = (2 * (lesson.last @ head.T)).log_softmax(-1)
         found = (student.follow(lesson.parting)[0] @ head.T).log_softmax(-1)
         expected = (target.exp() * (target - found)).sum(-1).mean().item()
-    with row_threads(len(IDS)) as threads:
+    with item_threads(len(IDS)) as threads:
         loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0), threads, 0.5)
     assert loss == pytest.approx(expected, rel=1e-3)
 
@@ -157,7 +158,7 @@ def test_gradient_is_that_of_all_rows_together():
         divergence = forward_kl(last, lesson.last, head, torch.zeros(len(head)))
         losses.append(divergence + 0.5 * stream_error(streams, lesson.streams))
     together = torch.autograd.grad(sum(losses) / len(IDS), parameters)
-    with row_threads(len(IDS)) as threads:
+    with item_threads(len(IDS)) as threads:
         train_step(student, candidates, IDS, torch.ones(IDS.shape), threads, 0.5)
     for parameter, gradient in zip(parameters, together, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
