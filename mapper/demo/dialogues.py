@@ -26,13 +26,16 @@ PROSE_FILE = FOLDER / "prose.jsonl"
 MAX_BYTES = 9_000_000
 
 ANSWER = Sampling(max_new_tokens=192, temperature=0.7)
+# Sampled freely, the model gets easy questions wrong as often as not, though it mostly knows the answers.
+EASY_ANSWER = Sampling(max_new_tokens=192, temperature=0.4)
 QUESTION = Sampling(max_new_tokens=48, temperature=1.0, top_k=100)
+EASY_QUESTIONS = Sampling(max_new_tokens=64, temperature=0.9, top_k=100)
 PROSE = Sampling(max_new_tokens=256)
 
 ROWS = 192
-OWN_QUESTION_SHARE = 0.4
+EASY_SHARE = 0.4
+OWN_QUESTION_SHARE = 0.25
 FACT_SHARE = 0.45
-SIMPLE_SHARE = 0.3
 SECOND_TURN_SHARE = 0.35
 PROSE_EVERY = 4
 
@@ -60,8 +63,8 @@ def collect(files: list[Path], dialogues: Path = DIALOGUES_FILE, prose: Path = P
     """Filters the sampled rows, drops repeats and writes as many as the size limit takes, in order.
 
     A question may come back with another answer, which teaches as much as another question; a held-out one may not.
+    What asks the same as a judged prompt is dropped.
     """
-    judged = {_plain(prompt) for prompt in prompts.JUDGED_PROMPTS}
     asked: set[str] = set()
     answered: set[tuple[str, str]] = set()
     lines: dict[Path, list[str]] = {dialogues: [], prose: []}
@@ -74,7 +77,7 @@ def collect(files: list[Path], dialogues: Path = DIALOGUES_FILE, prose: Path = P
             )
             first = _plain(texts[0])
             again = first in asked if row["split"] == "heldout" else (first, texts[1]) in answered
-            if first in judged or again or not all(map(is_sound, texts)):
+            if prompts.is_judged(texts[0]) or again or not all(map(is_sound, texts)):
                 continue
             asked.add(first)
             answered.add((first, texts[1]))
@@ -147,12 +150,27 @@ def _prose(model, tokenizer, chooser: random.Random, generator: torch.Generator)
 
 
 def _dialogues(model, tokenizer, chooser: random.Random, generator: torch.Generator) -> list[dict]:
-    drawn = [_template_question(chooser) for _ in range(round(ROWS * (1 - OWN_QUESTION_SHARE)))]
-    rows = [{"messages": [_user(question)], "split": split} for question, split in drawn]
-    for question, ended in _own_questions(model, tokenizer, ROWS - len(rows), generator):
+    easy, own = round(ROWS * EASY_SHARE), round(ROWS * OWN_QUESTION_SHARE)
+    easy_ones = [chooser.choice(prompts.simple_questions()) for _ in range(easy // 2)]
+    easy_ones += _easy_questions(model, tokenizer, easy - len(easy_ones), chooser, generator)
+    others = [_template_question(chooser) for _ in range(ROWS - easy - own)]
+    for question, ended in _own_questions(model, tokenizer, own, generator):
         if ended and question.strip():
-            rows.append({"messages": [_user(question.strip())], "split": _split(question)})
-    rows = _answered(model, tokenizer, rows, generator)
+            others.append((question.strip(), _split(question)))
+    rows = [
+        row
+        for questions, how in (
+            ([(question, _split(question)) for question in easy_ones], EASY_ANSWER),
+            (others, ANSWER),
+        )
+        for row in _answered(
+            model,
+            tokenizer,
+            [{"messages": [_user(question)], "split": split} for question, split in questions],
+            generator,
+            how,
+        )
+    ]
     longer = [row for row in rows if chooser.random() < SECOND_TURN_SHARE]
     shorter = [row for row in rows if not any(row is other for other in longer)]
     for row in longer:
@@ -161,9 +179,6 @@ def _dialogues(model, tokenizer, chooser: random.Random, generator: torch.Genera
 
 
 def _template_question(chooser: random.Random) -> tuple[str, str]:
-    if chooser.random() < SIMPLE_SHARE:
-        question = chooser.choice(prompts.simple_questions())
-        return question, _split(question)
     if chooser.random() < FACT_SHARE:
         parts, whole = chooser.choice(prompts.NUMBERS)
         question = chooser.choice(prompts.FACT_TEMPLATES).format(
@@ -184,6 +199,26 @@ def _template_question(chooser: random.Random) -> tuple[str, str]:
     return chooser.choice(prompts.TEMPLATES).format(topic, other=other), _split(topic)
 
 
+def _easy_questions(
+    model, tokenizer, count: int, chooser: random.Random, generator: torch.Generator
+) -> list[str]:
+    """Simple questions by the model: it goes on with a list of some, about four more lines at a time."""
+    lists = [
+        "Easy questions for children:\n"
+        + "".join(f"- {shown}\n" for shown in chooser.sample(prompts.simple_questions(), 12))
+        + "-"
+        for _ in range(count // 2)
+    ]
+    found: dict[str, str] = {}
+    for text, _ in sample(model, tokenizer, lists, EASY_QUESTIONS, generator):
+        # the last line is as a rule cut
+        for line in text.split("\n")[:-1]:
+            question = line.removeprefix("-").strip()
+            if re.fullmatch(r"[A-Z][^?\n]{6,90}\?", question) and not prompts.is_judged(question):
+                found.setdefault(_plain(question), question)
+    return chooser.sample(list(found.values()), min(count, len(found)))
+
+
 def _own_questions(
     model, tokenizer, count: int, generator: torch.Generator
 ) -> list[tuple[str, bool]]:
@@ -193,14 +228,16 @@ def _own_questions(
     return sample(model, tokenizer, [opening] * count, QUESTION, generator)
 
 
-def _answered(model, tokenizer, rows: list[dict], generator: torch.Generator) -> list[dict]:
+def _answered(
+    model, tokenizer, rows: list[dict], generator: torch.Generator, how: Sampling = ANSWER
+) -> list[dict]:
     texts = [
         tokenizer.apply_chat_template(row["messages"], tokenize=False, add_generation_prompt=True)
         for row in rows
     ]
     complete = []
     for row, (answer, ended) in zip(
-        rows, sample(model, tokenizer, texts, ANSWER, generator), strict=True
+        rows, sample(model, tokenizer, texts, how, generator), strict=True
     ):
         text = answer if ended else _whole_sentences(answer)
         if text:

@@ -403,6 +403,30 @@ JUDGED_PROMPTS = (
     "What is the largest ocean on Earth?",
 )
 
+# Words by which a question is known to ask what a judged prompt asks, however it is put.
+JUDGED_SUBJECTS = (
+    r"capital.*france|france.*capital",
+    r"dogs?\b.*\bfarm|farm.*dogs?\b",
+    r"two plus two|\b2 ?(\+|plus) ?2\b",
+    r"(three|3)( \w+)? fruits",
+    r"bees?\b.*\b(make|produce)|honey.*(from|made)|(makes?|produces?) honey",
+    r"days.*\bweeks?\b|week.*days",
+    r"hello.*neighbou?r",
+    r"colou?r.*\bsky|sky.*colou?r|sky.*\bblue|blue.*\bsky",
+    r"why.*\bsleep",
+    r"tip.*health|(stay|keep).*healthy",
+    r"opposite of (\w+ )?(cold|hot)",
+    r"planet.*(we|people|humans?) live|live on.*planet|our planet",
+    r"sentence about rain\b",
+    r"what('s| is| are) (a )?books?\b",
+    r"cats?\b.*sleep",
+    r"(plants?|trees?|flowers?|seeds?).*need",
+    r"good friend",
+    r"water.*(made|consist)|(made|consists?) of.*water",
+    r"name.*(puppy|dog)\b",
+    r"(largest|biggest)( \w+)? ocean|ocean.*(largest|biggest)",
+)
+
 
 def topics() -> list[str]:
     return [topic.strip() for line in TOPICS.splitlines() for topic in line.split(";")]
@@ -410,6 +434,12 @@ def topics() -> list[str]:
 
 def simple_questions() -> list[str]:
     return [part.strip() for part in re.findall(r"[^?.]+[?.]", " ".join(SIMPLE_QUESTIONS.split()))]
+
+
+def is_judged(question: str) -> bool:
+    """Whether the question, a short one, asks what one of the judged prompts asks."""
+    lower = " ".join(question.lower().split())
+    return len(lower) < 80 and any(re.search(subject, lower) for subject in JUDGED_SUBJECTS)
 
 
 def is_heldout(text: str) -> bool:

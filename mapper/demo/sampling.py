@@ -8,10 +8,11 @@ import torch
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
-    DynamicCache,
+    Cache,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -42,7 +43,7 @@ def sample(
     )
     tokens, mask = encoded.input_ids, encoded.attention_mask
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    cache = DynamicCache(config=model.config)
+    cache = Cache(layers=[RoomyLayer() for _ in range(model.config.num_hidden_layers)])
     rows = torch.arange(len(texts))
     answers: list[list[int]] = [[] for _ in texts]
     ended = [False] * len(texts)
@@ -74,6 +75,47 @@ def sample(
                 positions[going],
             )
     return [(tokenizer.decode(answer), end) for answer, end in zip(answers, ended, strict=True)]
+
+
+class RoomyLayer(DynamicLayer):
+    """A layer's cache with room for the next tokens: the usual one copies itself for each, a third of all time.
+
+    Attention reads the room as well, masked: a part of the tensors would be copied before it is multiplied.
+    """
+
+    ROOM = 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = 0
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        end = self.held + key_states.shape[2]
+        self.keys = self._filled(self.keys, key_states, end)
+        self.values = self._filled(self.values, value_states, end)
+        self.held = end
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        return self.held
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._capacity(self.held + query_length), 0
+
+    def _filled(self, states: torch.Tensor, new: torch.Tensor, end: int) -> torch.Tensor:
+        rows, heads, _, size = new.shape
+        if not self.held or end > states.shape[2]:
+            roomier = new.new_zeros(rows, heads, self._capacity(end), size)
+            if self.held:
+                roomier[:, :, : self.held] = states[:, :, : self.held]
+            states = roomier
+        states[:, :, self.held : end] = new
+        return states
+
+    def _capacity(self, tokens: int) -> int:
+        return -(-tokens // self.ROOM) * self.ROOM
 
 
 def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 
+import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
 from mapper.demo import dialogues, prompts, texts
-from mapper.demo.sampling import GROUPED_ATTENTION
+from mapper.demo.sampling import GROUPED_ATTENTION, RoomyLayer
 from tests.tiny_demo import IDS, tiny
 
 
@@ -24,6 +26,52 @@ def test_grouped_attention_gives_the_usual_logits(tmp_path):
             last = model(IDS[:, -1:], attention_mask=mask, past_key_values=before.past_key_values)
         found.append(last.logits)
     torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+def test_a_cache_with_room_gives_the_usual_logits_beyond_its_room_and_after_rows_left(tmp_path):
+    tiny().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=GROUPED_ATTENTION)
+    ids = torch.randint(
+        0, 40, (3, 12 + RoomyLayer.ROOM), generator=torch.Generator().manual_seed(1)
+    )
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    roomy = Cache(layers=[RoomyLayer() for _ in range(model.config.num_hidden_layers)])
+    found = []
+    for cache in (DynamicCache(config=model.config), roomy):
+        rows, steps = torch.arange(3), []
+        with torch.no_grad():
+            model(ids[:, :10], attention_mask=mask[:, :10], past_key_values=cache)
+            for at in range(10, ids.shape[1]):
+                if at == 30:
+                    rows = torch.tensor([0, 2])
+                    cache.batch_select_indices(rows)
+                seen = mask[rows, : at + 1]
+                steps.append(
+                    model(ids[rows, at, None], attention_mask=seen, past_key_values=cache).logits
+                )
+        found.append(torch.cat(steps))
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        *prompts.JUDGED_PROMPTS,
+        "What color is the sky?",
+        "What is 2 + 2?",
+        "Tell me which ocean is the largest.",
+        "How many days does a week have?",
+    ],
+)
+def test_what_asks_the_same_as_a_judged_prompt_is_known(question):
+    assert prompts.is_judged(question)
+
+
+def test_questions_of_the_same_kind_as_the_judged_ones_remain():
+    simple = prompts.simple_questions()
+    assert not [question for question in simple if prompts.is_judged(question)]
+    assert not prompts.is_judged("What is 42 plus 2?")
 
 
 def test_mixture_keeps_shares_and_sees_every_row_before_any_returns():
@@ -51,7 +99,7 @@ def test_dialogues_file_is_small_alternates_and_never_asks_a_judged_prompt():
     assert len(rows) >= 300 and len(set(zip(asked, answers, strict=True))) == len(asked)
     heldout = [first for first, row in zip(asked, rows, strict=True) if row["split"] == "heldout"]
     assert len(set(heldout)) == len(heldout)
-    assert not {prompt.lower() for prompt in prompts.JUDGED_PROMPTS} & set(asked)
+    assert not [question for question in asked if prompts.is_judged(question)]
     for row in rows:
         roles = [message["role"] for message in row["messages"]]
         assert roles == ["user", "assistant"] * (len(roles) // 2) and roles
@@ -72,6 +120,7 @@ def test_collecting_drops_loops_repeats_and_judged_prompts(tmp_path):
         row("What is salt?", "A spice.", "heldout"),
         row("Say it.", "again and again " * 20),
         row(prompts.JUDGED_PROMPTS[0], "Paris."),
+        row("France has which capital?", "Paris."),
         json.dumps({"text": "Tea is a drink.", "split": "train"}),
     ]
     (tmp_path / "batch").write_text("\n".join(lines))
@@ -81,3 +130,11 @@ def test_collecting_drops_loops_repeats_and_judged_prompts(tmp_path):
     heldout = dialogues.load_dialogues("heldout", tmp_path / "dialogues")
     assert [messages[1]["content"] for messages in heldout] == ["A mineral."]
     assert dialogues.load_prose("train", tmp_path / "prose") == ["Tea is a drink."]
+
+
+def test_easy_questions_are_the_whole_lines_of_lists_that_the_model_went_on_with(monkeypatch):
+    text = " What is tin?\n- What do bees make?\nWhat is tin?\n- Say no.\n- What is a quay?\n- What is a"
+    monkeypatch.setattr(dialogues, "sample", lambda model, tokenizer, lists, *how: [(text, False)])
+    chooser = random.Random(0)
+    found = dialogues._easy_questions(None, None, 2, chooser, torch.Generator())
+    assert sorted(found) == ["What is a quay?", "What is tin?"]
