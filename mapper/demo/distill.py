@@ -188,8 +188,8 @@ def distill(
         while trainer.step < training.steps:
             started = time.monotonic()
             ids, names = next(batches)
-            sharpness = target_sharpness(tokenizer, ids, names)
-            loss = train_step(student, candidates, ids, sharpness, threads, training.stream_weight)
+            sampled = sampled_positions(tokenizer, ids, names)
+            loss = train_step(student, candidates, ids, sampled, threads, training.stream_weight)
             trainer.update()
             trainer.seconds += time.monotonic() - started
             smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
@@ -225,27 +225,24 @@ def training_sources(
     }
 
 
-def target_sharpness(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Tensor:
-    """What the teacher's logits are multiplied by, [rows, length]: 1, and 1 / temperature where it wrote an answer.
-
-    The answers were sampled at that temperature, so this is the distribution that they were drawn from
-    (sequence-level distillation, Kim and Rush 2016, with the soft targets kept).
-    """
+def sampled_positions(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Tensor:
+    """Where the teacher, when it wrote the dialogues, drew an answer's next token, [rows, length]."""
     dialogue = torch.tensor([name == "dialogues" for name in names])[:, None]
-    answers = dialogue & texts.answer_positions(tokenizer, ids)
-    return torch.where(answers, 1 / ANSWER.temperature, 1.0)
+    return dialogue & texts.answer_positions(tokenizer, ids)
 
 
 def train_step(
     student: Student,
     candidates: Candidates,
     ids: torch.Tensor,
-    sharpness: torch.Tensor,
+    sampled: torch.Tensor,
     threads: ThreadPoolExecutor,
     stream_weight: float,
 ) -> float:
     """The mean KL of the rows [rows, length]; leaves the loss's gradient in the student's parameters.
 
+    Where `sampled`, the target is the distribution that the answer was drawn from, at its temperature and among its
+    top k (sequence-level distillation, Kim and Rush 2016, with the soft targets kept), else the teacher's own.
     Beside the KL of next tokens, the loss is the error of the student's stream where it rejoins the teacher's layers
     after a gap (as intermediate losses of depth pruning, Muralidharan et al. 2024): it costs nothing, the KL falls as
     fast with it, and a cache that stays near the teacher's is one that can be mapped.
@@ -255,12 +252,14 @@ def train_step(
     chosen, log_weight = candidates.draw(ids)
     head = student.teacher.lm_head.weight[chosen]
     parameters = list(student.parameters().values())
+    sharpness = torch.where(sampled, 1 / ANSWER.temperature, 1.0)
+    among = torch.where(sampled, ANSWER.top_k, 0)
 
     def one_row(row: int) -> tuple[float, tuple[torch.Tensor, ...]]:
         lesson = student.teach(ids[row : row + 1])
         wanted = (lesson.last.float() * sharpness[row, :, None]).to(lesson.last.dtype)
         last, streams = student.follow(lesson.parting)
-        divergence = forward_kl(last, wanted, head, log_weight)
+        divergence = forward_kl(last, wanted, head, log_weight, among[row])
         loss = divergence + stream_weight * stream_error(streams, lesson.streams)
         return divergence.item(), torch.autograd.grad(loss, parameters)
 

@@ -6,6 +6,8 @@ import torch
 from torch.nn.functional import linear
 
 CHUNK = 64
+# Finite, so that 0 times its logarithm is 0.
+NEVER = -1e4
 
 
 class Candidates:
@@ -38,12 +40,15 @@ class _ForwardKL(torch.autograd.Function):
     """Mean KL(teacher || student); its gradient is worked out chunk by chunk, so that no full logits are stored."""
 
     @staticmethod
-    def forward(ctx, student, teacher, head, log_weight):
+    def forward(ctx, student, teacher, head, log_weight, among):
         gradient = torch.empty_like(student)
         total = 0.0
         for start in range(0, len(student), CHUNK):
             part = slice(start, start + CHUNK)
-            wanted = (linear(teacher[part], head).float() + log_weight).log_softmax(-1)
+            logits = linear(teacher[part], head).float()
+            if among is not None:
+                logits = _truncated(logits, among[part])
+            wanted = (logits + log_weight).log_softmax(-1)
             found = (linear(student[part], head).float() + log_weight).log_softmax(-1)
             share = wanted.exp()
             total += (share * (wanted - found)).sum().item()
@@ -54,12 +59,31 @@ class _ForwardKL(torch.autograd.Function):
     @staticmethod
     def backward(ctx, outer):
         (gradient,) = ctx.saved_tensors
-        return gradient * outer.to(gradient.dtype), None, None, None
+        return gradient * outer.to(gradient.dtype), None, None, None, None
 
 
 def forward_kl(
-    student: torch.Tensor, teacher: torch.Tensor, head: torch.Tensor, log_weight: torch.Tensor
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    head: torch.Tensor,
+    log_weight: torch.Tensor,
+    among: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Mean KL over positions; `student` and `teacher` are normed hidden states, `head` the candidates' rows."""
+    """Mean KL over positions; `student` and `teacher` are normed hidden states, `head` the candidates' rows.
+
+    `among` says for each position how many of its likeliest tokens the teacher draws from (top-k sampling); 0: all.
+    """
     size = student.shape[-1]
-    return _ForwardKL.apply(student.reshape(-1, size), teacher.reshape(-1, size), head, log_weight)
+    among = None if among is None else among.flatten()
+    return _ForwardKL.apply(
+        student.reshape(-1, size), teacher.reshape(-1, size), head, log_weight, among
+    )
+
+
+def _truncated(logits: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
+    """The logits with those that are never drawn so low that nothing is left of their probability."""
+    most = min(int(among.max()), logits.shape[-1])
+    if most == 0:
+        return logits
+    lowest = logits.topk(most).values.gather(1, (among.clamp(1, most) - 1)[:, None])
+    return logits.masked_fill((logits < lowest) & (among > 0)[:, None], NEVER)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mapper.demo import dialogues, update
-from mapper.demo.distill import Trainer, Training, target_sharpness, train_step
+from mapper.demo.distill import Trainer, Training, sampled_positions, train_step
 from mapper.demo.student import Student, stream_error
 from mapper.methods.forward_kl import Candidates, forward_kl
 from mapper.methods.parallel import item_threads
@@ -61,8 +61,8 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
         losses = []
         with item_threads(len(batch)) as threads:
             for _ in range(steps):
-                even = torch.ones(batch.shape)
-                losses.append(train_step(student, candidates, batch, even, threads, 0.5))
+                none = torch.zeros(batch.shape, dtype=torch.bool)
+                losses.append(train_step(student, candidates, batch, none, threads, 0.5))
                 trainer.update()
         return losses
 
@@ -75,6 +75,26 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
     trainer.load(tmp_path / "checkpoint.safetensors")
     assert advance(student, trainer, candidates, 10) == pytest.approx(rest, rel=1e-4)
     assert trainer.step == 20
+
+
+def test_a_truncated_target_has_the_gradient_of_the_plain_formula():
+    generator = torch.Generator().manual_seed(5)
+    student, teacher = torch.randn(2, 70, 8, generator=generator)
+    student.requires_grad_()
+    head = torch.randn(50, 8, generator=generator)
+    among = torch.tensor([0, 3, 60]).repeat(24)[:70]
+    forward_kl(student, teacher, head, torch.zeros(50), among).backward()
+    gradient, student.grad = student.grad, None
+    wanted = teacher @ head.T
+    for row, count in enumerate(among.tolist()):
+        if 0 < count < 50:
+            wanted[row] = wanted[row].masked_fill(
+                wanted[row] < wanted[row].topk(count).values[-1], -1e4
+            )
+    wanted = wanted.log_softmax(-1)
+    found = (student @ head.T).log_softmax(-1)
+    (wanted.exp() * (wanted - found)).sum(-1).mean().backward()
+    torch.testing.assert_close(gradient, student.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_learning_rate_warms_up_and_ends_at_its_final_share():
@@ -95,29 +115,32 @@ class ChatMarks:
         return SimpleNamespace(input_ids=[50, 51])
 
 
-def test_only_tokens_that_were_sampled_as_answers_are_taught_at_the_sampling_temperature():
+def test_only_tokens_that_were_sampled_as_answers_are_taught_as_they_were_sampled():
     #    ... in a turn  user ......... end  \n  assistant .... end \n  user
     row = [60, 50, 2, 9, 1, 40, 9, 61, 62, 2, 9, 1, 50, 51, 9, 63, 64, 2, 9, 1, 40]
-    ids = torch.tensor([row, row])
-    sharpness = target_sharpness(ChatMarks(), ids, ["dialogues", "prose"])
-    answers = torch.tensor([14, 15, 16])  # they predict 63, 64 and the end mark
-    assert sharpness[0, answers].tolist() == pytest.approx([1 / dialogues.ANSWER.temperature] * 3)
-    others = torch.ones(len(row), dtype=torch.bool).index_fill(0, answers, False)
-    assert (sharpness[0, others] == 1).all() and (sharpness[1] == 1).all()
+    sampled = sampled_positions(ChatMarks(), torch.tensor([row, row]), ["dialogues", "prose"])
+    # they predict 63, 64 and the end mark
+    assert sampled[0].nonzero()[:, 0].tolist() == [14, 15, 16] and not sampled[1].any()
 
 
-def test_a_sharper_target_is_what_the_student_learns():
+def test_what_the_student_learns_is_what_the_teacher_drew_from():
     teacher = tiny()
     student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
     candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
+    sampled = torch.arange(IDS.shape[1]).expand_as(IDS) % 2 == 0
     with torch.no_grad():
         lesson = student.teach(IDS)
-        head = teacher.lm_head.weight
-        target = (2 * (lesson.last @ head.T)).log_softmax(-1)
-        found = (student.follow(lesson.parting)[0] @ head.T).log_softmax(-1)
+        logits = lesson.last @ teacher.lm_head.weight.T
+        drawn = logits / dialogues.ANSWER.temperature
+        lowest = drawn.topk(dialogues.ANSWER.top_k).values[..., -1:]
+        assert dialogues.ANSWER.top_k < VOCABULARY
+        target = torch.where(
+            sampled[..., None], drawn.masked_fill(drawn < lowest, -1e4), logits
+        ).log_softmax(-1)
+        found = (student.follow(lesson.parting)[0] @ teacher.lm_head.weight.T).log_softmax(-1)
         expected = (target.exp() * (target - found)).sum(-1).mean().item()
     with item_threads(len(IDS)) as threads:
-        loss = train_step(student, candidates, IDS, torch.full(IDS.shape, 2.0), threads, 0.5)
+        loss = train_step(student, candidates, IDS, sampled, threads, 0.5)
     assert loss == pytest.approx(expected, rel=1e-3)
 
 
@@ -159,7 +182,7 @@ def test_gradient_is_that_of_all_rows_together():
         losses.append(divergence + 0.5 * stream_error(streams, lesson.streams))
     together = torch.autograd.grad(sum(losses) / len(IDS), parameters)
     with item_threads(len(IDS)) as threads:
-        train_step(student, candidates, IDS, torch.ones(IDS.shape), threads, 0.5)
+        train_step(student, candidates, IDS, IDS < 0, threads, 0.5)
     for parameter, gradient in zip(parameters, together, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
