@@ -9,7 +9,7 @@ import pytest
 from mapper import calibrate
 from mapper.artifact import Artifact
 from mapper.demo.artifacts import KV_DTYPE, PAGE_SIZE
-from mapper.demo.dialogues import DIALOGUES_FILE
+from mapper.demo.dialogues import PROSE_FILE
 from mapper.keys import Namespace, page_keys
 from mapper.spec import ModelSpec
 from mapper.store.directory import DirectoryStore
@@ -32,7 +32,7 @@ def test_rows_come_from_what_both_workers_computed(real_stack, document, tmp_pat
     def fit(name: str, **options) -> int:
         out = calibrate.run(
             *(real_stack.config.models[tier] for tier in ("small", "large")),
-            [DIALOGUES_FILE],
+            [PROSE_FILE],
             tmp_path / name,
             method="head-local",
             k=1,
