@@ -234,29 +234,31 @@ HOW_MADE = """\
    (listed ones, and lines by which it went on with a list of some) and questions that it sampled itself; a third of the
    conversations go on for a second turn. It also goes on with openings of prose. Looping texts and repeated answers are
    dropped, of held-out questions all but the first answer, and questions that ask what a judged prompt asks. A tenth of
-   all topics and questions, by digest, is held out.
+   all topics and questions, by digest, is held out. The shares of the kinds changed from stage to stage.
 2. `python -m mapper.demo prune --prose FILE`: takes away one layer at a time, each time the one whose absence costs the
    least loss on rows of dialogue and prose. `prune_report.json` has the losses.
 3. `python -m mapper.demo distill --prose FILE`: forward KL from the full model's next-token distribution, low-rank
    additions on every linear layer from the last one before the first gap on, norms trained as well; a running average of
    the trained tensors is what is kept. The layers before that are the large model's own. Where the large model wrote an
-   answer, the distribution that it drew from is what is taught: its own at temperature 0.7 and, in the last two stages,
-   of the 40 likeliest tokens alone. In the last three stages the states at which the small model rejoins the large
+   answer, the distribution that it drew from is what is taught: its own at temperature 0.7 and, in the last three stages,
+   of the 40 likeliest tokens alone. In the last four stages the states at which the small model rejoins the large
    one's layers, behind each gap, are drawn to the large one's as well. `--published` starts from the committed update.
 4. `python -m mapper.demo card --data FOLDER --prose FILE`: measures and writes this page and `small_card.json`.
 
 `python -m mapper.demo build` needs none of this: it merges `small_update.safetensors` into the packaged weights.
 Attention is unchanged, so both models have 3 KV heads of 64; the small one caches 21 layers, the large one 30. One cache
-is no copy of the other: with the update before this one, raw KV cost at least 128 times the KL of mapped KV from small to
-large (6 held-out dialogues) and 248 times from large to small (4), by `baton eval`; not measured again since."""
+is no copy of the other: `baton eval` with the paper's maps (all heads of the six best layers, 40,129 tokens, no native
+tail) found that raw KV costs 195 times the KL of mapped KV from small to large (95 %: 139 to 277) and 525 times from
+large to small (222 to 880), on 4 held-out dialogues each."""
 
 BUDGET = """\
 - Seven runs, each from the update of the one before: 588,800 and 1,351,680 tokens at rank 24, then 819,200, 1,382,400,
   870,400, 563,200 and 245,760 at rank 60, about four and a half hours of two cores in all.
 - The last three: 3,545 new conversations with a tenth of the earlier ones; the new ones once more at a lower rate; 340 new
   easy ones among others. The ratio on all held-out dialogues of the time went from 1.428 to 1.414, 1.403 and the one
-  above; on 24 rows of held-out answers that have stayed the same, from 1.403 to 1.375 and 1.365 (the last was not
-  measured there). A second reading at a lower rate paid over half as much a step as the first.
+  above, on the 524 held-out ones that were there from the start, all sampled at 0.7, from 1.428 to 1.396; on 24 rows of
+  their answers from 1.403 to 1.375 and 1.365 (the last run was not measured there). A second reading at a lower rate
+  paid over half as much a step as the first.
 - What is missing is easy questions: most of the nine wrong answers are about things that the large model knows. The large
   model writes 40,000 tokens of such conversations in a minute and a half of two cores; some 300,000 were read, several
   times as many would be the next stage.
