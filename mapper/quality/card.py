@@ -15,6 +15,8 @@ NATIVE, ZERO = "native", "control: zero"
 # Least retention that each task class should keep; a class without one claims its figure alone.
 GOALS = {"choice": 0.98, "passage": 0.98, "exact": 0.95}
 KL_GOAL, TOP1_GOAL = 0.03, 0.95
+# What fewer questions show, luck can have shown: no goal is met by them.
+FEWEST_ITEMS = 10
 # With fewer right answers of the target itself, the likelihood of worked solutions is claimed.
 FEWEST_RIGHT = 10
 # The task classes of routing policies, and the classes of this card that stand for each.
@@ -121,7 +123,9 @@ def claims(
                 "retention": one["value"],
                 "interval": one["interval"],
                 "goal": goal,
-                "met": None if goal is None else one["value"] >= goal,
+                "met": None
+                if goal is None
+                else one["value"] >= goal and figures["items"] >= FEWEST_ITEMS,
                 "basis": figures["basis"],
                 "items": figures["items"],
             }

@@ -122,6 +122,11 @@ def test_claims_say_whether_the_goals_are_met() -> None:
         "choice",
         "passage",
     }
+    for figures in by_class.values():
+        figures["items"] = card.FEWEST_ITEMS - 1
+    few = card.claims("good", 64, divergences, by_class)
+    assert [few[kind]["met"] for kind in ("choice", "exact", "passage")] == [False] * 3
+    assert few["exact"]["retention"] == good["exact"]["retention"]
     assert card.policy_retention(bad) == {"chat": pytest.approx(np.exp(-0.09)), "quote": 0.2}
 
 
