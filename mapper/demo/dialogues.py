@@ -151,26 +151,16 @@ def _prose(model, tokenizer, chooser: random.Random, generator: torch.Generator)
 
 def _dialogues(model, tokenizer, chooser: random.Random, generator: torch.Generator) -> list[dict]:
     easy, own = round(ROWS * EASY_SHARE), round(ROWS * OWN_QUESTION_SHARE)
-    easy_ones = [chooser.choice(prompts.simple_questions()) for _ in range(easy // 2)]
-    easy_ones += _easy_questions(model, tokenizer, easy - len(easy_ones), chooser, generator)
-    others = [_template_question(chooser) for _ in range(ROWS - easy - own)]
+    simple = prompts.simple_questions()
+    questions = [chooser.choice(simple) for _ in range(easy // 2)]
+    questions += _easy_questions(model, tokenizer, easy - len(questions), chooser, generator)
+    easy_rows = [_asked(question, _split(question)) for question in questions]
+    others = [_asked(*_template_question(chooser)) for _ in range(ROWS - easy - own)]
     for question, ended in _own_questions(model, tokenizer, own, generator):
         if ended and question.strip():
-            others.append((question.strip(), _split(question)))
-    rows = [
-        row
-        for questions, how in (
-            ([(question, _split(question)) for question in easy_ones], EASY_ANSWER),
-            (others, ANSWER),
-        )
-        for row in _answered(
-            model,
-            tokenizer,
-            [{"messages": [_user(question)], "split": split} for question, split in questions],
-            generator,
-            how,
-        )
-    ]
+            others.append(_asked(question.strip(), _split(question)))
+    rows = _answered(model, tokenizer, easy_rows, generator, EASY_ANSWER)
+    rows += _answered(model, tokenizer, others, generator)
     longer = [row for row in rows if chooser.random() < SECOND_TURN_SHARE]
     shorter = [row for row in rows if not any(row is other for other in longer)]
     for row in longer:
@@ -203,15 +193,16 @@ def _easy_questions(
     model, tokenizer, count: int, chooser: random.Random, generator: torch.Generator
 ) -> list[str]:
     """Simple questions by the model: it goes on with a list of some, about four more lines at a time."""
+    simple = prompts.simple_questions()
     lists = [
         "Easy questions for children:\n"
-        + "".join(f"- {shown}\n" for shown in chooser.sample(prompts.simple_questions(), 12))
+        + "".join(f"- {shown}\n" for shown in chooser.sample(simple, 12))
         + "-"
         for _ in range(count // 2)
     ]
     found: dict[str, str] = {}
     for text, _ in sample(model, tokenizer, lists, EASY_QUESTIONS, generator):
-        # the last line is as a rule cut
+        # the last line is as a rule cut, and what `collect` would drop need not be answered
         for line in text.split("\n")[:-1]:
             question = line.removeprefix("-").strip()
             if re.fullmatch(r"[A-Z][^?\n]{6,90}\?", question) and not prompts.is_judged(question):
@@ -250,6 +241,10 @@ def _whole_sentences(text: str) -> str:
     """Text that the token limit has cut, without its last, broken sentence."""
     whole = re.match(r"(?s).*[.!?]", text)
     return whole[0] if whole else ""
+
+
+def _asked(question: str, split: str) -> dict:
+    return {"messages": [_user(question)], "split": split}
 
 
 def _user(text: str) -> dict[str, str]:

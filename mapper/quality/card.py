@@ -119,13 +119,12 @@ def claims(
         one = figures["retention"].get(name)
         if one and one["value"] is not None:
             goal = GOALS.get(kind)
+            enough = figures["items"] >= FEWEST_ITEMS
             found[kind] = {
                 "retention": one["value"],
                 "interval": one["interval"],
                 "goal": goal,
-                "met": None
-                if goal is None
-                else one["value"] >= goal and figures["items"] >= FEWEST_ITEMS,
+                "met": None if goal is None else enough and one["value"] >= goal,
                 "basis": figures["basis"],
                 "items": figures["items"],
             }
