@@ -32,8 +32,9 @@ from mapper.spec import ModelSpec
 
 # Held-out documents stay in memory: enough to tell variants apart, a bounded few hundred MB.
 HELD_OUT_TOKENS = 4096
-# Quotes that distillation rehearses, beside a bounded part of the text.
-RECALL_TOKENS = 32_768
+# Text that distillation learns from, and quotes of it.
+LESSON_TOKENS = 600_000
+RECALL_TOKENS = 300_000
 _SEED = 0
 
 
@@ -106,7 +107,7 @@ def run(
         return _save_identity(out, models[1], specs, first_tokens(tokenizer, []), native_tail or 0)
     text = _read_text(texts, tokenizer, tokens, length, held_out)
     if distill_seconds:
-        text = _with_recall(text, tokenizer, length)
+        text = _with_quotes(text, tokenizer, length)
     sources = {path.name: file_digest(path) for path in map(Path, texts)}
     options = Options(method, k, ridge, budget, refit, distill_seconds, native_tail, sources)
 
@@ -150,7 +151,8 @@ def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> T
             HELD_OUT_TOKENS // len(kinds),
         )
     ]
-    fit = first_documents([d for d in documents if not d.held_out(held_out)], tokens)
+    others = [d for d in documents if not d.held_out(held_out)]
+    fit, lessons = (first_documents(others, limit) for limit in (tokens, LESSON_TOKENS))
     if not fit or not held:
         raise CalibrationError(
             f"{len(documents)} documents cannot be split into fitted and held-out ones; give more text"
@@ -158,17 +160,20 @@ def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> T
     for reason, count in skipped.items():
         if count:
             console.print(f"[yellow]{count} documents: {reason}[/]")
-    return Text(fit, held, {reason: count for reason, count in skipped.items() if count})
+    return Text(fit, held, {reason: count for reason, count in skipped.items() if count}, lessons)
 
 
-def _with_recall(text: Text, tokenizer, length: int) -> Text:
+def _with_quotes(text: Text, tokenizer, length: int) -> Text:
+    # A text has several times as many tokens' worth of quotes as it has tokens.
+    quoted = first_documents(text.lessons, RECALL_TOKENS // 2)
     recall, exam = (
-        recall_documents(part, tokenizer, length=length, seed=_SEED)
-        for part in (text.fit, text.held_out)
+        first_documents(recall_documents(part, tokenizer, length=length, seed=_SEED), limit)
+        for part, limit in (
+            (quoted, RECALL_TOKENS),
+            (text.held_out, HELD_OUT_TOKENS // len({one.kind for one in text.held_out})),
+        )
     )
-    kinds = {document.kind for document in text.held_out}
-    exam = first_documents(exam, HELD_OUT_TOKENS // len(kinds))
-    return replace(text, recall=first_documents(recall, RECALL_TOKENS), recall_exam=exam)
+    return replace(text, lessons=[*text.lessons, *recall], recall_exam=exam)
 
 
 def _save_identity(

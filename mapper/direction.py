@@ -26,8 +26,8 @@ from mapper.moments import KINDS, Moments
 from mapper.spec import ModelSpec
 
 HELD_OUT_QUERIES = 24
-# Documents that distillation rehearses, or whose rows a network is trained on, stay in memory.
-LESSON_TOKENS = 65_536
+# Documents whose rows a network is trained on stay in memory.
+ROWS_TOKENS = 65_536
 # `auto` spends at most this share of the arithmetic of prefilling the same tokens on mapping.
 BUDGET_SHARE = 0.125
 
@@ -36,13 +36,14 @@ BUDGET_SHARE = 0.125
 class Text:
     """Documents split into those to fit and those to choose by.
 
-    `recall` are made from those to fit, `recall_exam` from the others (`capture/recall.py`), for distillation alone.
+    For distillation alone: `lessons`, of those to fit and further ones like them, with quotes of them
+    (`capture/recall.py`), and `recall_exam`, quotes of the held-out ones.
     """
 
     fit: list[Document]
     held_out: list[Document]
     skipped: dict[str, int]
-    recall: Sequence[Document] = ()
+    lessons: Sequence[Document] = ()
     recall_exam: Sequence[Document] = ()
 
 
@@ -76,11 +77,10 @@ def save_direction(
     tail = options.native_tail
     if options.distill_seconds or tail is None:
         classroom = Classroom(*models)
-        exam = classroom.prepare(text.held_out)
+        exam = list(map(classroom.lesson, text.held_out))
         if options.distill_seconds:
-            lessons = classroom.prepare([*first_documents(text.fit, LESSON_TOKENS), *text.recall])
-            judged = exam + classroom.prepare(text.recall_exam)
-            maps, record = _distill(maps, classroom, lessons, judged, options.distill_seconds)
+            judged = exam + list(map(classroom.lesson, text.recall_exam))
+            maps, record = _distill(maps, classroom, text.lessons, judged, options.distill_seconds)
             selection["distilled"] = record
             steps += ["distilled"] if record["kept"] else []
         if tail is None:
@@ -130,7 +130,7 @@ def _fit(
             k=options.k,
             ridge=options.ridge,
             budget=options.budget or round(BUDGET_SHARE * models[1].layer_parameters()),
-            pairs=lambda: capture(*models, first_documents(text.fit, LESSON_TOKENS)),
+            pairs=lambda: capture(*models, first_documents(text.fit, ROWS_TOKENS)),
             report=lambda: bar.advance(task),
         )
     maps = CacheMap(maps.k, maps.v, key_norms(models[1]))
@@ -144,7 +144,7 @@ def _fit(
 def _distill(
     maps: CacheMap,
     classroom: Classroom,
-    lessons: Sequence[Lesson],
+    lessons: Sequence[Document],
     exam: Sequence[Lesson],
     seconds: float,
 ) -> tuple[CacheMap, dict[str, Any]]:

@@ -16,9 +16,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from mapper.capture.grouped import GROUPED_ATTENTION
+
 from . import prompts
 from .models import build_large
-from .sampling import GROUPED_ATTENTION, Sampling, sample
+from .sampling import Sampling, sample
 
 FOLDER = Path(__file__).parent
 DIALOGUES_FILE = FOLDER / "dialogues.jsonl"

@@ -5,19 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import (
-    AttentionInterface,
-    AttentionMaskInterface,
-    Cache,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-# Name of the attention below: load the model that is sampled from with it.
-GROUPED_ATTENTION = "grouped"
 
 
 @dataclass(frozen=True)
@@ -116,27 +105,6 @@ class RoomyLayer(DynamicLayer):
 
     def _capacity(self, tokens: int) -> int:
         return -(-tokens // self.ROOM) * self.ROOM
-
-
-def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
-    """Attention of one new token a row; copying every key for each query head, as usual, takes 20 times as long."""
-    if query.shape[2] != 1:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, **kwargs
-        )
-    rows, heads, _, size = query.shape
-    groups = key.shape[1]
-    scores = (
-        query.view(rows, groups, heads // groups, size) @ key.transpose(-1, -2)
-    ).float() * scaling
-    if attention_mask is not None:
-        scores = scores.masked_fill(~attention_mask, float("-inf"))
-    mixed = scores.softmax(-1).to(value.dtype) @ value
-    return mixed.view(rows, 1, heads, size), None
-
-
-AttentionInterface.register(GROUPED_ATTENTION, grouped_attention)
-AttentionMaskInterface.register(GROUPED_ATTENTION, sdpa_mask)
 
 
 def _draw(logits: torch.Tensor, how: Sampling, generator: torch.Generator) -> torch.Tensor:

@@ -5,7 +5,8 @@ in a short window after the hand-over (after the distillation reported beside ar
 there a low-rank update, here all of the map: it is small beside the model that it is trained
 through). It starts from the closed-form fit, without which it does not converge, and works in whitened
 coordinates of the source's features. No parameter is added. Several hand-overs of one document share one mapped
-prefix and one pass of the target.
+prefix and one pass of the target. Half of the documents are handed over with a native tail, where only what stands
+far above still depends on the map.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache
 
+from mapper.capture.grouped import GROUPED_ATTENTION
 from mapper.capture.model import CapturedModel
 from mapper.capture.texts import Document
 from mapper.methods.base import CacheMap, LayerMap, by_head, map_layers, on_norm_sphere
@@ -30,9 +32,13 @@ from mapper.moments import KINDS
 WINDOW = 40
 # Documents of one step, each on a thread of its own.
 DOCUMENTS = 2
-# Hand-overs of a document in one step, and the shortest prefix before one.
-HAND_OVERS = 8
+# Native tails of a step's documents, in turn, and hand-overs of each document: as many tokens with a tail as without.
+TAILS = (0, 64)
+HAND_OVERS = {0: 8, 64: 4}
+# The shortest prefix before a hand-over.
 SHORTEST_PREFIX = 32
+# Documents that the whitened coordinates are fitted to.
+WHITENED = 32
 WARM_UP = 20
 # Step of the optimiser relative to the size of what it changes.
 RATE = 3e-3
@@ -88,24 +94,22 @@ class Classroom:
             CapturedModel(model.folder, spec=model.spec, dtype=self.dtype)
             for model in (source, target)
         )
+        self.target.model.set_attn_implementation(GROUPED_ATTENTION)
         self.head = self.target.model.lm_head.weight
 
-    def prepare(self, documents: Sequence[Document]) -> list[Lesson]:
-        """Prefills each document once on both models; memory grows with the documents given."""
-        return [self._lesson(document) for document in documents]
-
     @torch.no_grad()
-    def _lesson(self, document: Document) -> Lesson:
+    def features(self, document: Document) -> dict[str, torch.Tensor]:
+        """The source's un-rotated keys and its values, [heads, tokens, layers, head_dim]."""
         theirs = self.source.prefill(document.ids)
         unrotated = self.source.rotary.undo(theirs.k, torch.arange(len(document.ids)))
+        return {"k": by_head(unrotated), "v": by_head(theirs.v)}
+
+    @torch.no_grad()
+    def lesson(self, document: Document) -> Lesson:
+        """Prefills the document on both models."""
         own = self.target.model.base_model(input_ids=document.ids[None], use_cache=False)
         sink = self.target.prefill(document.ids[:1])
-        return Lesson(
-            document,
-            {"k": by_head(unrotated), "v": by_head(theirs.v)},
-            (sink.k, sink.v),
-            own.last_hidden_state[0],
-        )
+        return Lesson(document, self.features(document), (sink.k, sink.v), own.last_hidden_state[0])
 
     def loss(
         self,
@@ -147,7 +151,7 @@ class Classroom:
         hidden = self.target.model.base_model(
             input_ids=lesson.document.ids[at],
             position_ids=at,
-            attention_mask=_mask(starts, window, longest, self.dtype),
+            attention_mask=_mask(starts, window, longest),
             past_key_values=cache,
         ).last_hidden_state
         return forward_kl(hidden[inside], lesson.hidden[at[inside]], self.head, torch.zeros(1))
@@ -156,14 +160,18 @@ class Classroom:
 def distill(
     maps: CacheMap,
     classroom: Classroom,
-    lessons: Sequence[Lesson],
+    documents: Sequence[Document],
     *,
     seconds: float,
     report: Callable[[float], None] = lambda elapsed: None,
 ) -> tuple[CacheMap, int]:
-    """Trains for `seconds`; returns the trained map and the steps taken."""
+    """Trains for `seconds`; returns the trained map and the steps taken.
+
+    Documents are prefilled as they are needed, so that memory does not grow with them.
+    """
     generator = torch.Generator().manual_seed(0)
-    coordinates = Whitening(lesson.features for lesson in lessons)
+    shuffled = torch.randperm(len(documents), generator=generator).tolist()
+    coordinates = Whitening(classroom.features(documents[at]) for at in shuffled[:WHITENED])
     pupils = {
         kind: nn.ModuleList(Pupil(coordinates.enter(one, kind)) for one in getattr(maps, kind))
         for kind in KINDS
@@ -171,9 +179,10 @@ def distill(
     optimiser = torch.optim.Adam(_groups(pupils), betas=(0.9, 0.98))
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
 
-    def gradient(lesson: Lesson, hand_overs: list[int]) -> tuple[torch.Tensor, ...]:
+    def gradient(document: Document, places: list[int], tail: int) -> tuple[torch.Tensor, ...]:
+        lesson = classroom.lesson(document)
         seen = replace(lesson, features=coordinates.features(lesson.features))
-        loss = classroom.loss(pupils, maps.key_norms, seen, hand_overs)
+        loss = classroom.loss(pupils, maps.key_norms, seen, places, tail=tail)
         return torch.autograd.grad(loss, parameters)
 
     started, step, order = time.monotonic(), 0, []
@@ -183,10 +192,14 @@ def distill(
                 warm_up = min(1.0, (step + 1) / WARM_UP)
                 group["lr"] = group["peak"] * warm_up * (1 - elapsed / seconds)
             while len(order) < DOCUMENTS:
-                order += torch.randperm(len(lessons), generator=generator).tolist()
-            chosen = [lessons[order.pop()] for _ in range(DOCUMENTS)]
-            places = [_hand_overs(lesson.document, generator) for lesson in chosen]
-            set_mean_gradient(parameters, threads.map(gradient, chosen, places))
+                order += torch.randperm(len(documents), generator=generator).tolist()
+            chosen = [documents[order.pop()] for _ in range(DOCUMENTS)]
+            tails = [TAILS[at % len(TAILS)] for at in range(DOCUMENTS)]
+            places = [
+                _hand_overs(document, HAND_OVERS[tail], generator)
+                for document, tail in zip(chosen, tails, strict=True)
+            ]
+            set_mean_gradient(parameters, threads.map(gradient, chosen, places, tails))
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             step += 1
@@ -225,24 +238,23 @@ def exam_places(document: Document) -> list[int]:
     )
 
 
-def _hand_overs(document: Document, generator: torch.Generator) -> list[int]:
+def _hand_overs(document: Document, count: int, generator: torch.Generator) -> list[int]:
     """Half of them where answers begin, if there are any: there a session changes its model."""
     low, high = SHORTEST_PREFIX, max(len(document.ids) - WINDOW, SHORTEST_PREFIX + 1)
-    places = torch.randint(low, high, (HAND_OVERS,), generator=generator).clamp(
+    places = torch.randint(low, high, (count,), generator=generator).clamp(
         max=len(document.ids) - 2
     )
     answers = [at for at in document.answers if low <= at < len(document.ids) - 1]
-    chosen = torch.randperm(len(answers), generator=generator)[: HAND_OVERS // 2].tolist()
+    chosen = torch.randperm(len(answers), generator=generator)[: count // 2].tolist()
     return [answers[place] for place in chosen] + places[len(chosen) :].tolist()
 
 
-def _mask(starts: torch.Tensor, window: int, longest: int, dtype: torch.dtype) -> torch.Tensor:
-    """Additive [hand_overs, 1, window, longest + window]: each row sees the prefix before its own
-    hand-over and its own tokens so far."""
+def _mask(starts: torch.Tensor, window: int, longest: int) -> torch.Tensor:
+    """[hand_overs, 1, window, longest + window], true where each row sees the prefix before its own hand-over and
+    its own tokens so far."""
     prefix = (torch.arange(longest) < starts[:, None])[:, None].expand(-1, window, -1)
     own = torch.ones(window, window, dtype=torch.bool).tril().expand(len(starts), -1, -1)
-    seen = torch.cat((prefix, own), dim=2)[:, None]
-    return torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)
+    return torch.cat((prefix, own), dim=2)[:, None]
 
 
 def _groups(pupils: dict[str, nn.ModuleList]) -> list[dict]:

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Cache, DynamicCache
 
+from mapper.capture.grouped import GROUPED_ATTENTION
 from mapper.demo import dialogues, prompts, texts
-from mapper.demo.sampling import GROUPED_ATTENTION, RoomyLayer
+from mapper.demo.sampling import RoomyLayer
 from tests.tiny_demo import IDS, tiny
 
 

@@ -283,7 +283,7 @@ def test_hand_overs_of_one_batch_equal_separate_continuations(pair, monkeypatch)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "large")
     documents, _ = read_documents([pair / "talks.jsonl"], tokenizer, length=200, seed=0)
     classroom = distill.Classroom(*models)
-    lesson = classroom.prepare(documents[:1])[0]
+    lesson = classroom.lesson(documents[0])
     ids = lesson.document.ids
     pupils = {kind: list(map(distill.Pupil, getattr(artifact.maps, kind))) for kind in "kv"}
     theirs, native = (model.prefill(ids) for model in models)
