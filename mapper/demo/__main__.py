@@ -15,8 +15,9 @@ app = typer.Typer(
     help=(
         "The demo's model pair. `build` is all that a user needs and takes seconds. The other commands made the small "
         "model, in this order: `dialogues` (the large model writes its own training text), `prune` (choose the layers "
-        "to leave out), `distill` (heal what is left), `card` (measure it). Each can be stopped and started again, "
-        "except `prune`, which takes minutes; all are seeded."
+        "to leave out), `distill` (heal what is left; again after `answers`, which the healed model gives itself), "
+        "`card` (measure it). Each can be stopped and started again, "
+        "except `prune` and `answers`, which take minutes; all are seeded."
     ),
 )
 
@@ -56,6 +57,19 @@ def dialogues(
 
 
 @app.command()
+def answers(
+    out: Annotated[Path, typer.Option(help="File to write.")] = Path("work/answers.jsonl"),
+    count: Annotated[int, typer.Option(help="How many of the short questions to answer.")] = 768,
+    seed: int = 0,
+) -> None:
+    """Let the small model answer questions of the dialogues, to be corrected on its own words by `distill --own`."""
+    from .dialogues import DIALOGUES_FILE, answer_as_small
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    answer_as_small(DIALOGUES_FILE, count, out, seed)
+
+
+@app.command()
 def prune(
     count: Annotated[int, typer.Option(help="How many of the 30 layers to remove.")] = 9,
     prose: Prose = None,
@@ -83,6 +97,10 @@ def distill(
     prose_share: Annotated[
         float, typer.Option(help="Share of training rows that are prose.")
     ] = 0.6,
+    own: Annotated[
+        Path | None,
+        typer.Option(help="The small model's own answers, as `answers` writes them.", exists=True),
+    ] = None,
     published: Annotated[
         bool, typer.Option(help="Start from the recipe's present update instead of from nothing.")
     ] = False,
@@ -99,6 +117,7 @@ def distill(
         work,
         prose,
         published,
+        own,
     )
     publish(work)
 

@@ -19,7 +19,7 @@ from transformers import (
 from mapper.capture.grouped import GROUPED_ATTENTION
 
 from . import prompts
-from .models import build_large
+from .models import build_large, build_small
 from .sampling import Sampling, sample
 
 FOLDER = Path(__file__).parent
@@ -33,6 +33,8 @@ EASY_ANSWER = Sampling(max_new_tokens=192, temperature=0.4)
 QUESTION = Sampling(max_new_tokens=48, temperature=1.0, top_k=100)
 EASY_QUESTIONS = Sampling(max_new_tokens=64, temperature=0.9, top_k=100)
 PROSE = Sampling(max_new_tokens=256)
+# Near to its likeliest answers, which are what it is judged by and where it runs into loops.
+OWN_ANSWER = Sampling(max_new_tokens=112, temperature=0.4)
 
 ROWS = 192
 EASY_SHARE = 0.4
@@ -40,6 +42,7 @@ OWN_QUESTION_SHARE = 0.25
 FACT_SHARE = 0.45
 SECOND_TURN_SHARE = 0.35
 PROSE_EVERY = 4
+SHORT_QUESTION = 60
 
 
 def generate(batches: int, work: Path, seed: int = 0) -> None:
@@ -59,6 +62,27 @@ def generate(batches: int, work: Path, seed: int = 0) -> None:
             part.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
             part.rename(_batch_file(work, index))
     collect([_batch_file(work, index) for index in range(batches)])
+
+
+def answer_as_small(questions: Path, count: int, out: Path, seed: int = 0) -> None:
+    """Lets the small model answer `count` short questions of the training dialogues in the file `questions`.
+
+    Trained on them, with the large model's distribution as the target, it learns what to say after its own words
+    (on-policy distillation, Agarwal et al. 2024). They are no dialogues to learn to answer like: half are wrong.
+    """
+    asked = sorted({messages[0]["content"] for messages in load_dialogues("train", questions)})
+    short = [question for question in asked if len(question) <= SHORT_QUESTION]
+    chosen = random.Random(f"own-{seed}").sample(short, min(count, len(short)))
+    tokenizer = AutoTokenizer.from_pretrained(build_large())
+    model = AutoModelForCausalLM.from_pretrained(
+        build_small(), dtype=torch.bfloat16, attn_implementation=GROUPED_ATTENTION
+    ).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with out.open("w") as file:
+        for start in track(range(0, len(chosen), ROWS), description="answering"):
+            rows = [_asked(question, "train") for question in chosen[start : start + ROWS]]
+            for row in _answered(model, tokenizer, rows, generator, OWN_ANSWER):
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
 
 
 def collect(files: list[Path], dialogues: Path = DIALOGUES_FILE, prose: Path = PROSE_FILE) -> None:

@@ -35,6 +35,8 @@ class Training:
     rows: int = 2
     length: int = 512
     prose_share: float = 0.6
+    # of answers that the small model gave itself, where there are any
+    own_share: float = 0.25
     rank: int = 24
     learning_rate: float = 2e-3
     warmup: int = 30
@@ -142,11 +144,12 @@ def distill(
     work: Path,
     prose: Path | None,
     published: bool = False,
+    own: Path | None = None,
     save_every: int = 50,
 ) -> Path:
     """Trains, or goes on from the checkpoint in `work`; leaves `update.safetensors` there, fresh at each checkpoint.
 
-    With `published`, and no checkpoint yet, the recipe's present update is where training starts.
+    `prose` is a file of further prose, `own` one of the small model's own answers (`answer_as_small`). With `published`, and no checkpoint yet, the recipe's present update is where training starts.
     """
     work.mkdir(parents=True, exist_ok=True)
     folder = build_large()
@@ -167,7 +170,7 @@ def distill(
         trainer.start_from(load_update(recipe))
         before = json.loads(TRAINING_FILE.read_text())
         earlier = [*before.pop("earlier_stages"), before]
-    sources = training_sources(tokenizer, training, prose)
+    sources = training_sources(tokenizer, training, prose, own)
     counts = torch.bincount(
         torch.cat([rows.flatten() for rows, _ in sources.values()]), minlength=len(tokenizer)
     )
@@ -207,28 +210,33 @@ def distill(
 
 
 def training_sources(
-    tokenizer, training: Training, prose: Path | None
+    tokenizer, training: Training, prose: Path | None, own: Path | None
 ) -> dict[str, tuple[torch.Tensor, float]]:
-    """Dialogues and prose in the shares of `training`; prose from a file, where given, and from the large model."""
+    """Rows of dialogues, prose and own answers with their shares.
+
+    Prose is from a file, where given, and from the large model.
+    """
     length = training.length
-    sources = {
-        "dialogues": (texts.dialogue_rows(tokenizer, "train", length), 1 - training.prose_share)
-    }
-    own = texts.prose_rows(tokenizer, "train", length)
+    own_share = training.own_share if own else 0.0
+    dialogues = texts.dialogue_rows(tokenizer, "train", length)
+    sources = {"dialogues": (dialogues, 1 - training.prose_share - own_share)}
+    if own:
+        sources["own"] = (texts.dialogue_rows(tokenizer, "train", length, own), own_share)
+    sampled = texts.prose_rows(tokenizer, "train", length)
     if prose is None:
-        return sources | {"prose": (own, training.prose_share)}
+        return sources | {"prose": (sampled, training.prose_share)}
     written = texts.file_rows(tokenizer, prose, length)
-    share = len(own) / (len(own) + len(written))
+    share = len(sampled) / (len(sampled) + len(written))
     return sources | {
-        "prose": (own, training.prose_share * share),
+        "prose": (sampled, training.prose_share * share),
         "file": (written, training.prose_share * (1 - share)),
     }
 
 
 def sampled_positions(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Tensor:
-    """Where the teacher, when it wrote the dialogues, drew an answer's next token, [rows, length]."""
-    dialogue = torch.tensor([name == "dialogues" for name in names])[:, None]
-    return dialogue & texts.answer_positions(tokenizer, ids)
+    """Where an answer's next token was drawn: by the teacher in dialogues, by the student in its own, [rows, length]."""
+    drawn = torch.tensor([name in ("dialogues", "own") for name in names])[:, None]
+    return drawn & texts.answer_positions(tokenizer, ids)
 
 
 def train_step(
@@ -241,7 +249,7 @@ def train_step(
 ) -> float:
     """The mean KL of the rows [rows, length]; leaves the loss's gradient in the student's parameters.
 
-    Where `sampled`, the target is the distribution that the answer was drawn from, at its temperature and among its
+    Where `sampled`, the target is the distribution that the teacher draws answers from, at its temperature and among its
     top k (sequence-level distillation, Kim and Rush 2016, with the soft targets kept), else the teacher's own.
     Beside the KL of next tokens, the loss is the error of the student's stream where it rejoins the teacher's layers
     after a gap (as intermediate losses of depth pruning, Muralidharan et al. 2024): it costs nothing, the KL falls as

@@ -9,13 +9,15 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from .dialogues import load_dialogues, load_prose
+from .dialogues import DIALOGUES_FILE, load_dialogues, load_prose
 
 
-def dialogue_rows(tokenizer: PreTrainedTokenizerBase, split: str, length: int) -> torch.Tensor:
+def dialogue_rows(
+    tokenizer: PreTrainedTokenizerBase, split: str, length: int, path: Path = DIALOGUES_FILE
+) -> torch.Tensor:
     rendered = [
         tokenizer.apply_chat_template(messages, tokenize=False)
-        for messages in load_dialogues(split)
+        for messages in load_dialogues(split, path)
     ]
     return _pack(tokenizer, rendered, length)
 

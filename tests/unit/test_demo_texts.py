@@ -139,3 +139,33 @@ def test_easy_questions_are_the_whole_lines_of_lists_that_the_model_went_on_with
     chooser = random.Random(0)
     found = dialogues._easy_questions(None, None, 2, chooser, torch.Generator())
     assert sorted(found) == ["What is a quay?", "What is tin?"]
+
+
+def test_own_answers_are_to_short_training_questions_alone(tmp_path, monkeypatch):
+    def row(question: str, split: str = "train") -> str:
+        messages = [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": "Words."},
+        ]
+        return json.dumps({"messages": messages, "split": split})
+
+    lines = [row("What is tin?"), row("What is zinc?", "heldout"), row("What is lead? " * 9)]
+    (tmp_path / "dialogues").write_text("\n".join(lines))
+    model = tiny()
+    for step in ("build_large", "build_small"):
+        monkeypatch.setattr(dialogues, step, lambda: tmp_path)
+    monkeypatch.setattr(dialogues.AutoTokenizer, "from_pretrained", lambda *args: _Template())
+    monkeypatch.setattr(
+        dialogues.AutoModelForCausalLM, "from_pretrained", lambda *args, **how: model
+    )
+    monkeypatch.setattr(
+        dialogues, "sample", lambda model, tokenizer, asked, *how: [(asked[0] + " Tin.", True)]
+    )
+    dialogues.answer_as_small(tmp_path / "dialogues", 5, tmp_path / "out")
+    (messages,) = dialogues.load_dialogues("train", tmp_path / "out")
+    assert [message["content"] for message in messages] == ["What is tin?", "What is tin? Tin."]
+
+
+class _Template:
+    def apply_chat_template(self, messages, **how):
+        return messages[-1]["content"]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mapper.demo import dialogues, update
-from mapper.demo.distill import Trainer, Training, sampled_positions, train_step
+from mapper.demo import dialogues, texts, update
+from mapper.demo.distill import Trainer, Training, sampled_positions, train_step, training_sources
 from mapper.demo.student import Student, stream_error
 from mapper.methods.forward_kl import Candidates, forward_kl
 from mapper.methods.parallel import item_threads
@@ -210,3 +211,18 @@ def test_training_goes_on_with_more_rank_from_the_same_function(trained):
         for name, value in wider.parameters().items()
         if name.endswith("down")
     )
+
+
+def test_own_answers_get_their_share_beside_dialogues_and_prose(monkeypatch):
+    rows = torch.zeros(3, 8, dtype=torch.long)
+    for name in ("dialogue_rows", "prose_rows"):
+        monkeypatch.setattr(texts, name, lambda *args: rows)
+    training = Training(prose_share=0.1, own_share=0.3)
+    shares = {
+        own: {
+            name: share for name, (_, share) in training_sources(None, training, None, own).items()
+        }
+        for own in (None, Path("own"))
+    }
+    assert shares[None] == pytest.approx({"dialogues": 0.9, "prose": 0.1})
+    assert shares[Path("own")] == pytest.approx({"dialogues": 0.6, "own": 0.3, "prose": 0.1})
