@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 import torch
@@ -123,6 +123,11 @@ class Moments:
     @property
     def both(self) -> bool:
         return self.sums["k"].outer is not None
+
+    def one_way(self) -> Moments:
+        """The same without what only the other direction needs."""
+        sums = {kind: replace(one, outer=None) for kind, one in self.sums.items()}
+        return replace(self, sums=sums)
 
     def reverse(self, pair: str) -> Moments:
         """The other direction's, from the same pass; shares memory with these.

@@ -35,6 +35,7 @@ def accumulate(
     moments = Moments.empty(shape, name, head_local=head_local, both=both)
     if checkpoint.exists():
         saved = Moments.load(checkpoint)
+        saved = saved if both else saved.one_way()
         same = (saved.pair, saved.head_local, saved.both) == (name, head_local, both)
         if same and saved.documents.keys() <= {d.digest for d in documents}:
             moments = saved

@@ -91,8 +91,12 @@ def test_two_halves_merged_equal_the_whole(pair) -> None:
         assert torch.allclose(ours.weight, theirs.weight, atol=1e-4)
 
 
-def test_a_finished_pass_is_resumed_without_running_the_models(pair, monkeypatch) -> None:
-    first = Artifact.load(fit(pair, "again", method="head-local", k=1))
+@pytest.mark.parametrize("reverse", [None, "back"])
+def test_a_finished_pass_is_resumed_without_running_the_models(pair, monkeypatch, reverse) -> None:
+    """The sums of one direction are among those of both."""
+    both = {} if reverse is None else {"reverse": pair / reverse}
+    calibrate.checkpoint_path(pair / "again").unlink(missing_ok=True)
+    first = Artifact.load(fit(pair, "again", method="head-local", k=1, **both))
     before = Moments.load(calibrate.checkpoint_path(pair / "again"))
     seen = []
     capture = accumulate.capture
