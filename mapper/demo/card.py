@@ -227,6 +227,7 @@ SOURCE_NAMES = {
     "dialogues": "dialogues",
     "prose": "prose by the large model",
     "file": "textbook prose",
+    "easy": "easy dialogues",
     "own": "own answers of the small model",
 }
 

@@ -25,7 +25,7 @@ from .sampling import Sampling, sample
 FOLDER = Path(__file__).parent
 DIALOGUES_FILE = FOLDER / "dialogues.jsonl"
 PROSE_FILE = FOLDER / "prose.jsonl"
-MAX_BYTES = 13_000_000
+MAX_BYTES = 15_000_000
 
 ANSWER = Sampling(max_new_tokens=192, temperature=0.7)
 # Sampled freely, the model gets easy questions wrong as often as not, though it mostly knows the answers.
@@ -118,9 +118,17 @@ def collect(files: list[Path], dialogues: Path = DIALOGUES_FILE, prose: Path = P
         path.write_text("".join(within))
 
 
-def load_dialogues(split: str, path: Path = DIALOGUES_FILE) -> list[list[dict[str, str]]]:
+def load_dialogues(
+    split: str, path: Path = DIALOGUES_FILE, temperature: float | None = None
+) -> list[list[dict[str, str]]]:
+    """The messages of each conversation of the split; with `temperature`, of those whose last answer was drawn at it."""
     rows = map(json.loads, path.read_text().splitlines())
-    return [row["messages"] for row in rows if row["split"] == split]
+    return [
+        row["messages"]
+        for row in rows
+        if row["split"] == split
+        and temperature in (None, row.get("temperature", ANSWER.temperature))
+    ]
 
 
 def load_prose(split: str, path: Path = PROSE_FILE) -> list[str]:
@@ -259,6 +267,7 @@ def _answered(
         text = answer if ended else _whole_sentences(answer)
         if text:
             row["messages"].append({"role": "assistant", "content": text})
+            row["temperature"] = how.temperature
             complete.append(row)
     return complete
 

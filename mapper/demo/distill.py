@@ -19,12 +19,18 @@ from mapper.methods.forward_kl import Candidates, forward_kl
 from mapper.methods.parallel import item_threads, set_mean_gradient
 
 from . import texts
-from .dialogues import ANSWER
+from .dialogues import ANSWER, EASY_ANSWER, OWN_ANSWER
 from .models import build_large
 from .student import Student, stream_error
 from .update import FOLDER, Recipe, load_update, save_update
 
 TRAINING_FILE = FOLDER / "small_training.json"
+# At which temperature the answers of each source were drawn, always among as many tokens.
+TEMPERATURES = {
+    "dialogues": ANSWER.temperature,
+    "easy": EASY_ANSWER.temperature,
+    "own": OWN_ANSWER.temperature,
+}
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,9 @@ class Training:
     rows: int = 2
     length: int = 512
     prose_share: float = 0.6
-    # of answers that the small model gave itself, where there are any
-    own_share: float = 0.25
+    # of easy conversations, and of answers that the small model gave itself, where there are any
+    easy_share: float = 0.3
+    own_share: float = 0.2
     rank: int = 24
     learning_rate: float = 2e-3
     warmup: int = 30
@@ -191,8 +198,8 @@ def distill(
         while trainer.step < training.steps:
             started = time.monotonic()
             ids, names = next(batches)
-            sampled = sampled_positions(tokenizer, ids, names)
-            loss = train_step(student, candidates, ids, sampled, threads, training.stream_weight)
+            drawn_at = temperatures(tokenizer, ids, names)
+            loss = train_step(student, candidates, ids, drawn_at, threads, training.stream_weight)
             trainer.update()
             trainer.seconds += time.monotonic() - started
             smooth = loss if smooth is None else 0.95 * smooth + 0.05 * loss
@@ -212,16 +219,23 @@ def distill(
 def training_sources(
     tokenizer, training: Training, prose: Path | None, own: Path | None
 ) -> dict[str, tuple[torch.Tensor, float]]:
-    """Rows of dialogues, prose and own answers with their shares.
+    """Rows of dialogues, easy ones apart, of own answers and of prose, with their shares.
 
     Prose is from a file, where given, and from the large model.
     """
     length = training.length
-    own_share = training.own_share if own else 0.0
-    dialogues = texts.dialogue_rows(tokenizer, "train", length)
-    sources = {"dialogues": (dialogues, 1 - training.prose_share - own_share)}
+    usual, easy = (
+        texts.dialogue_rows(tokenizer, "train", length, TEMPERATURES[name])
+        for name in ("dialogues", "easy")
+    )
+    sources = {}
+    if len(easy):
+        sources["easy"] = (easy, training.easy_share)
     if own:
-        sources["own"] = (texts.dialogue_rows(tokenizer, "train", length, own), own_share)
+        rows = texts.dialogue_rows(tokenizer, "train", length, path=own)
+        sources["own"] = (rows, training.own_share)
+    special = sum(share for _, share in sources.values())
+    sources["dialogues"] = (usual, 1 - training.prose_share - special)
     sampled = texts.prose_rows(tokenizer, "train", length)
     if prose is None:
         return sources | {"prose": (sampled, training.prose_share)}
@@ -233,24 +247,24 @@ def training_sources(
     }
 
 
-def sampled_positions(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Tensor:
-    """Where an answer's next token was drawn: by the teacher in dialogues, by the student in its own, [rows, length]."""
-    drawn = torch.tensor([name in ("dialogues", "own") for name in names])[:, None]
-    return drawn & texts.answer_positions(tokenizer, ids)
+def temperatures(tokenizer, ids: torch.Tensor, names: list[str]) -> torch.Tensor:
+    """At which temperature each next token was drawn, [rows, length]; 1 where it is no answer's."""
+    of_row = torch.tensor([TEMPERATURES.get(name, 1.0) for name in names])[:, None]
+    return torch.where(texts.answer_positions(tokenizer, ids), of_row, 1.0)
 
 
 def train_step(
     student: Student,
     candidates: Candidates,
     ids: torch.Tensor,
-    sampled: torch.Tensor,
+    drawn_at: torch.Tensor,
     threads: ThreadPoolExecutor,
     stream_weight: float,
 ) -> float:
     """The mean KL of the rows [rows, length]; leaves the loss's gradient in the student's parameters.
 
-    Where `sampled`, the target is the distribution that the teacher draws answers from, at its temperature and among its
-    top k (sequence-level distillation, Kim and Rush 2016, with the soft targets kept), else the teacher's own.
+    Where `drawn_at` is below 1, the target is the distribution that the teacher draws such answers from, at that
+    temperature and among its top k (sequence-level distillation, Kim and Rush 2016, with the soft targets kept), else the teacher's own.
     Beside the KL of next tokens, the loss is the error of the student's stream where it rejoins the teacher's layers
     after a gap (as intermediate losses of depth pruning, Muralidharan et al. 2024): it costs nothing, the KL falls as
     fast with it, and a cache that stays near the teacher's is one that can be mapped.
@@ -260,12 +274,11 @@ def train_step(
     chosen, log_weight = candidates.draw(ids)
     head = student.teacher.lm_head.weight[chosen]
     parameters = list(student.parameters().values())
-    sharpness = torch.where(sampled, 1 / ANSWER.temperature, 1.0)
-    among = torch.where(sampled, ANSWER.top_k, 0)
+    among = torch.where(drawn_at < 1, ANSWER.top_k, 0)
 
     def one_row(row: int) -> tuple[float, tuple[torch.Tensor, ...]]:
         lesson = student.teach(ids[row : row + 1])
-        wanted = (lesson.last.float() * sharpness[row, :, None]).to(lesson.last.dtype)
+        wanted = (lesson.last.float() / drawn_at[row, :, None]).to(lesson.last.dtype)
         last, streams = student.follow(lesson.parting)
         divergence = forward_kl(last, wanted, head, log_weight, among[row])
         loss = divergence + stream_weight * stream_error(streams, lesson.streams)

@@ -13,11 +13,15 @@ from .dialogues import DIALOGUES_FILE, load_dialogues, load_prose
 
 
 def dialogue_rows(
-    tokenizer: PreTrainedTokenizerBase, split: str, length: int, path: Path = DIALOGUES_FILE
+    tokenizer: PreTrainedTokenizerBase,
+    split: str,
+    length: int,
+    temperature: float | None = None,
+    path: Path = DIALOGUES_FILE,
 ) -> torch.Tensor:
     rendered = [
         tokenizer.apply_chat_template(messages, tokenize=False)
-        for messages in load_dialogues(split, path)
+        for messages in load_dialogues(split, path, temperature)
     ]
     return _pack(tokenizer, rendered, length)
 

@@ -133,6 +133,20 @@ def test_collecting_drops_loops_repeats_and_judged_prompts(tmp_path):
     assert dialogues.load_prose("train", tmp_path / "prose") == ["Tea is a drink."]
 
 
+def test_conversations_are_told_apart_by_the_temperature_of_their_answers(tmp_path):
+    rows = [
+        {"messages": [{"role": "user", "content": str(at)}], "split": "train"} | more
+        for at, more in enumerate(({}, {"temperature": 0.7}, {"temperature": 0.4}))
+    ]
+    (tmp_path / "file").write_text("\n".join(map(json.dumps, rows)))
+
+    def asked(temperature: float | None) -> str:
+        found = dialogues.load_dialogues("train", tmp_path / "file", temperature)
+        return "".join(messages[0]["content"] for messages in found)
+
+    assert (asked(None), asked(0.7), asked(0.4)) == ("012", "01", "2")
+
+
 def test_easy_questions_are_the_whole_lines_of_lists_that_the_model_went_on_with(monkeypatch):
     text = " What is tin?\n- What do bees make?\nWhat is tin?\n- Say no.\n- What is a quay?\n- What is a"
     monkeypatch.setattr(dialogues, "sample", lambda model, tokenizer, lists, *how: [(text, False)])

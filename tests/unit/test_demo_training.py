@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from mapper.demo import dialogues, texts, update
-from mapper.demo.distill import Trainer, Training, sampled_positions, train_step, training_sources
+from mapper.demo.distill import (
+    TEMPERATURES,
+    Trainer,
+    Training,
+    temperatures,
+    train_step,
+    training_sources,
+)
 from mapper.demo.student import Student, stream_error
 from mapper.methods.forward_kl import Candidates, forward_kl
 from mapper.methods.parallel import item_threads
@@ -62,8 +69,8 @@ def test_training_lowers_the_divergence_and_a_resumed_run_ends_the_same(tmp_path
         losses = []
         with item_threads(len(batch)) as threads:
             for _ in range(steps):
-                none = torch.zeros(batch.shape, dtype=torch.bool)
-                losses.append(train_step(student, candidates, batch, none, threads, 0.5))
+                plain = torch.ones(batch.shape)
+                losses.append(train_step(student, candidates, batch, plain, threads, 0.5))
                 trainer.update()
         return losses
 
@@ -119,29 +126,34 @@ class ChatMarks:
 def test_only_tokens_that_were_sampled_as_answers_are_taught_as_they_were_sampled():
     #    ... in a turn  user ......... end  \n  assistant .... end \n  user
     row = [60, 50, 2, 9, 1, 40, 9, 61, 62, 2, 9, 1, 50, 51, 9, 63, 64, 2, 9, 1, 40]
-    sampled = sampled_positions(ChatMarks(), torch.tensor([row, row]), ["dialogues", "prose"])
-    # they predict 63, 64 and the end mark
-    assert sampled[0].nonzero()[:, 0].tolist() == [14, 15, 16] and not sampled[1].any()
+    names = ["dialogues", "easy", "own", "prose"]
+    drawn_at = temperatures(ChatMarks(), torch.tensor([row] * 4), names)
+    for name, found in zip(names, drawn_at, strict=True):
+        # those that predict 63, 64 and the end mark
+        wanted = torch.ones(len(row))
+        wanted[14:17] = TEMPERATURES.get(name, 1.0)
+        assert torch.equal(found, wanted)
+    assert drawn_at[1, 14] < drawn_at[0, 14] < 1
 
 
 def test_what_the_student_learns_is_what_the_teacher_drew_from():
     teacher = tiny()
     student = Student(teacher, update.Recipe(REMOVED, None).kept(6), rank=3, seed=0)
     candidates = Candidates(torch.ones(VOCABULARY), VOCABULARY, 0, 0)
-    sampled = torch.arange(IDS.shape[1]).expand_as(IDS) % 2 == 0
+    drawn_at = torch.tensor([1.0, 0.7, 0.4, 1.0]).repeat(5).expand_as(IDS)
     with torch.no_grad():
         lesson = student.teach(IDS)
         logits = lesson.last @ teacher.lm_head.weight.T
-        drawn = logits / dialogues.ANSWER.temperature
+        drawn = logits / drawn_at[..., None]
         lowest = drawn.topk(dialogues.ANSWER.top_k).values[..., -1:]
         assert dialogues.ANSWER.top_k < VOCABULARY
         target = torch.where(
-            sampled[..., None], drawn.masked_fill(drawn < lowest, -1e4), logits
+            drawn_at[..., None] < 1, drawn.masked_fill(drawn < lowest, -1e4), logits
         ).log_softmax(-1)
         found = (student.follow(lesson.parting)[0] @ teacher.lm_head.weight.T).log_softmax(-1)
         expected = (target.exp() * (target - found)).sum(-1).mean().item()
     with item_threads(len(IDS)) as threads:
-        loss = train_step(student, candidates, IDS, sampled, threads, 0.5)
+        loss = train_step(student, candidates, IDS, drawn_at, threads, 0.5)
     assert loss == pytest.approx(expected, rel=1e-3)
 
 
@@ -183,7 +195,7 @@ def test_gradient_is_that_of_all_rows_together():
         losses.append(divergence + 0.5 * stream_error(streams, lesson.streams))
     together = torch.autograd.grad(sum(losses) / len(IDS), parameters)
     with item_threads(len(IDS)) as threads:
-        train_step(student, candidates, IDS, IDS < 0, threads, 0.5)
+        train_step(student, candidates, IDS, torch.ones(IDS.shape), threads, 0.5)
     for parameter, gradient in zip(parameters, together, strict=True):
         torch.testing.assert_close(parameter.grad, gradient, atol=1e-6, rtol=1e-4)
 
@@ -213,16 +225,20 @@ def test_training_goes_on_with_more_rank_from_the_same_function(trained):
     )
 
 
-def test_own_answers_get_their_share_beside_dialogues_and_prose(monkeypatch):
+def test_easy_and_own_answers_get_their_shares_where_there_are_any(monkeypatch):
     rows = torch.zeros(3, 8, dtype=torch.long)
-    for name in ("dialogue_rows", "prose_rows"):
-        monkeypatch.setattr(texts, name, lambda *args: rows)
-    training = Training(prose_share=0.1, own_share=0.3)
-    shares = {
-        own: {
-            name: share for name, (_, share) in training_sources(None, training, None, own).items()
-        }
-        for own in (None, Path("own"))
-    }
-    assert shares[None] == pytest.approx({"dialogues": 0.9, "prose": 0.1})
-    assert shares[Path("own")] == pytest.approx({"dialogues": 0.6, "own": 0.3, "prose": 0.1})
+    monkeypatch.setattr(texts, "prose_rows", lambda *args: rows)
+    training = Training(prose_share=0.1, easy_share=0.2, own_share=0.3)
+
+    def shares(own: Path | None, easy: int) -> dict[str, float]:
+        def dialogue_rows(tokenizer, split, length, temperature=None, path=None):
+            return rows[:easy] if temperature == dialogues.EASY_ANSWER.temperature else rows
+
+        monkeypatch.setattr(texts, "dialogue_rows", dialogue_rows)
+        sources = training_sources(None, training, None, own)
+        return {name: share for name, (_, share) in sources.items()}
+
+    assert shares(None, 0) == pytest.approx({"dialogues": 0.9, "prose": 0.1})
+    assert shares(Path("own"), 3) == pytest.approx(
+        {"dialogues": 0.4, "easy": 0.2, "own": 0.3, "prose": 0.1}
+    )
