@@ -242,9 +242,12 @@ HOW_MADE = """\
 3. `python -m mapper.demo distill --prose FILE`: forward KL from the full model's next-token distribution, low-rank
    additions on every linear layer from the last one before the first gap on, norms trained as well; a running average of
    the trained tensors is what is kept. The layers before that are the large model's own. Where the large model wrote an
-   answer, the distribution that it drew from is what is taught: its own at temperature 0.7 and, in the last three stages,
-   of the 40 likeliest tokens alone. In the last four stages the states at which the small model rejoins the large
-   one's layers, behind each gap, are drawn to the large one's as well. `--published` starts from the committed update.
+   answer, the distribution that it drew from is what is taught: its own at temperature 0.7 and, in the last five stages,
+   of the 40 likeliest tokens alone; in the last one, easy answers at the 0.4 that they were drawn at. In the last six
+   stages the states at which the small model rejoins the large one's layers, behind each gap, are drawn to the large
+   one's as well. `--published` starts from the committed update. In the last two stages a fifth of the rows are answers
+   that the small model gave itself (`python -m mapper.demo answers`, then `distill --own FILE`), with the large model's
+   distribution as the target: on-policy distillation (Agarwal et al. 2024). They are in no file here.
 4. `python -m mapper.demo card --data FOLDER --prose FILE`: measures and writes this page and `small_card.json`.
 
 `python -m mapper.demo build` needs none of this: it merges `small_update.safetensors` into the packaged weights.

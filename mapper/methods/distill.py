@@ -11,8 +11,10 @@ far above still depends on the map.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,8 +39,10 @@ TAILS = (0, 64)
 HAND_OVERS = {0: 8, 64: 4}
 # The shortest prefix before a hand-over.
 SHORTEST_PREFIX = 32
-# Documents that the whitened coordinates are fitted to.
-WHITENED = 32
+# Prefilling a document on both models costs as much as a step with it: so many are kept at a time, and each is taught
+# so often, at other places, before the next ones are prefilled.
+KEPT = 32
+VISITS = 4
 WARM_UP = 20
 # Step of the optimiser relative to the size of what it changes.
 RATE = 3e-3
@@ -167,11 +171,11 @@ def distill(
 ) -> tuple[CacheMap, int]:
     """Trains for `seconds`; returns the trained map and the steps taken.
 
-    Documents are prefilled as they are needed, so that memory does not grow with them.
+    Memory does not grow with the documents: `KEPT` of them are prefilled at a time.
     """
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(len(documents), generator=generator).tolist()
-    coordinates = Whitening(classroom.features(documents[at]) for at in shuffled[:WHITENED])
+    coordinates = Whitening(classroom.features(documents[at]) for at in shuffled[:KEPT])
     pupils = {
         kind: nn.ModuleList(Pupil(coordinates.enter(one, kind)) for one in getattr(maps, kind))
         for kind in KINDS
@@ -179,27 +183,25 @@ def distill(
     optimiser = torch.optim.Adam(_groups(pupils), betas=(0.9, 0.98))
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
 
-    def gradient(document: Document, places: list[int], tail: int) -> tuple[torch.Tensor, ...]:
-        lesson = classroom.lesson(document)
+    def gradient(lesson: Lesson, places: list[int], tail: int) -> tuple[torch.Tensor, ...]:
         seen = replace(lesson, features=coordinates.features(lesson.features))
         loss = classroom.loss(pupils, maps.key_norms, seen, places, tail=tail)
         return torch.autograd.grad(loss, parameters)
 
-    started, step, order = time.monotonic(), 0, []
+    started, step = time.monotonic(), 0
     with item_threads(DOCUMENTS) as threads:
+        taught = _taught(classroom, [documents[at] for at in shuffled], threads, generator)
         while (elapsed := time.monotonic() - started) < seconds:
             for group in optimiser.param_groups:
                 warm_up = min(1.0, (step + 1) / WARM_UP)
                 group["lr"] = group["peak"] * warm_up * (1 - elapsed / seconds)
-            while len(order) < DOCUMENTS:
-                order += torch.randperm(len(documents), generator=generator).tolist()
-            chosen = [documents[order.pop()] for _ in range(DOCUMENTS)]
+            lessons = [next(taught) for _ in range(DOCUMENTS)]
             tails = [TAILS[at % len(TAILS)] for at in range(DOCUMENTS)]
             places = [
-                _hand_overs(document, HAND_OVERS[tail], generator)
-                for document, tail in zip(chosen, tails, strict=True)
+                _hand_overs(lesson.document, HAND_OVERS[tail], generator)
+                for lesson, tail in zip(lessons, tails, strict=True)
             ]
-            set_mean_gradient(parameters, threads.map(gradient, chosen, places, tails))
+            set_mean_gradient(parameters, threads.map(gradient, lessons, places, tails))
             nn.utils.clip_grad_norm_(parameters, 1.0)
             optimiser.step()
             step += 1
@@ -212,6 +214,20 @@ def distill(
         for kind in KINDS
     )
     return CacheMap(*trained, maps.key_norms), step
+
+
+def _taught(
+    classroom: Classroom,
+    documents: Sequence[Document],
+    threads: ThreadPoolExecutor,
+    generator: torch.Generator,
+) -> Iterator[Lesson]:
+    """Endless lessons: all of one group of documents in random orders, then those of the next."""
+    for start in itertools.cycle(range(0, len(documents), KEPT)):
+        lessons = list(threads.map(classroom.lesson, documents[start : start + KEPT]))
+        for _ in range(VISITS):
+            for at in torch.randperm(len(lessons), generator=generator).tolist():
+                yield lessons[at]
 
 
 @torch.no_grad()
