@@ -119,20 +119,33 @@ def distill(
         published,
         own,
     )
-    publish(work)
+    publish([work])
 
 
 @app.command()
-def publish(work: Work = Path("work/distill")) -> None:
+def publish(
+    work: Annotated[
+        list[Path],
+        typer.Option(
+            help="Folder of a distillation. Several, each from the one before: the mean of their updates."
+        ),
+    ],
+) -> None:
     """Put the update of the latest checkpoint into the recipe; what `build` makes changes with it."""
     from .distill import TRAINING_FILE
     from .gguf_source import file_sha256
-    from .update import UPDATE_FILE, Recipe
+    from .update import UPDATE_FILE, Recipe, mean_update, save_update
 
-    shutil.copyfile(work / "update.safetensors", UPDATE_FILE)
-    shutil.copyfile(work / "training.json", TRAINING_FILE)
-    Recipe(Recipe.read().layers_removed, file_sha256(UPDATE_FILE)).write()
-    typer.echo(json.dumps(json.loads(TRAINING_FILE.read_text()), indent=2))
+    removed = Recipe.read().layers_removed
+    files = [folder / "update.safetensors" for folder in work]
+    if len(files) == 1:
+        shutil.copyfile(files[0], UPDATE_FILE)
+    else:
+        save_update(mean_update(Recipe.read(), files), removed, UPDATE_FILE)
+    training = json.loads((work[-1] / "training.json").read_text()) | {"mean_of": len(work)}
+    TRAINING_FILE.write_text(json.dumps(training, indent=2) + "\n")
+    Recipe(removed, file_sha256(UPDATE_FILE)).write()
+    typer.echo(TRAINING_FILE.read_text())
 
 
 @app.command()

@@ -25,7 +25,7 @@ from .sampling import Sampling, sample
 FOLDER = Path(__file__).parent
 DIALOGUES_FILE = FOLDER / "dialogues.jsonl"
 PROSE_FILE = FOLDER / "prose.jsonl"
-MAX_BYTES = 15_000_000
+MAX_BYTES = 14_000_000
 
 ANSWER = Sampling(max_new_tokens=192, temperature=0.7)
 # Sampled freely, the model gets easy questions wrong as often as not, though it mostly knows the answers.

@@ -109,6 +109,21 @@ def load_update(recipe: Recipe, path: Path = UPDATE_FILE) -> dict[str, torch.Ten
         return update
 
 
+def mean_update(recipe: Recipe, paths: list[Path]) -> dict[str, torch.Tensor]:
+    """The mean of updates that were trained one from the other.
+
+    Each of them is off by the noise of its last steps, which a mean takes out (stochastic weight averaging, Izmailov
+    et al. 2018): it is better than any of them.
+    """
+    updates = [
+        load_update(Recipe(recipe.layers_removed, file_sha256(path)), path) for path in paths
+    ]
+    shapes = [{name: value.shape for name, value in update.items()} for update in updates]
+    if any(found != shapes[0] for found in shapes):
+        raise UpdateRefused(f"{', '.join(map(str, paths))} hold tensors of different shapes")
+    return {name: torch.stack([u[name] for u in updates]).mean(0) for name in updates[0]}
+
+
 def merge(
     weights: dict[str, torch.Tensor], update: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:

@@ -225,6 +225,26 @@ def test_training_goes_on_with_more_rank_from_the_same_function(trained):
     )
 
 
+def test_a_mean_update_is_refused_for_updates_of_different_ranks(tmp_path):
+    def saved(name: str, rank: int, value: float) -> Path:
+        tensors = {
+            "linear.down": torch.full((rank, 4), value),
+            "linear.up": torch.full((3, rank), 2 * value),
+            "norm.weight": torch.full((4,), value),
+        }
+        update.save_update(tensors, REMOVED, tmp_path / name)
+        return tmp_path / name
+
+    recipe = update.Recipe(REMOVED, None)
+    mean = update.mean_update(recipe, [saved("a", 2, 1.0), saved("b", 2, 2.0)])
+    for name, value in {"linear.down": 1.5, "linear.up": 3.0, "norm.weight": 1.5}.items():
+        torch.testing.assert_close(
+            mean[name], torch.full_like(mean[name], value), rtol=1e-2, atol=0
+        )
+    with pytest.raises(update.UpdateRefused, match="different shapes"):
+        update.mean_update(recipe, [tmp_path / "a", saved("c", 3, 1.0)])
+
+
 def test_easy_and_own_answers_get_their_shares_where_there_are_any(monkeypatch):
     rows = torch.zeros(3, 8, dtype=torch.long)
     monkeypatch.setattr(texts, "prose_rows", lambda *args: rows)

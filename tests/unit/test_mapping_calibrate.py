@@ -47,7 +47,7 @@ def test_auto_distils_and_is_evaluated(pair) -> None:
     out = fit(pair, "auto", method="auto", budget=budget, distill_seconds=4)
     manifest = Artifact.load(out).manifest
     distilled = manifest.selection["distilled"]
-    assert distilled["steps"] > 3
+    assert distilled["steps"] >= 1
     before, after = distilled["held_out_kl_before"], distilled["held_out_kl_after"]
     assert set(before) == {"chat", "prose"}
     assert distilled["kept"] == all(after[kind] < before[kind] for kind in before)
