@@ -43,6 +43,8 @@ SHORTEST_PREFIX = 32
 # so often, at other places, before the next ones are prefilled.
 KEPT = 32
 VISITS = 4
+# Kinds of documents in turn, however many there are of each: a map that is not better on all of them is not kept.
+TURNS = ("chat", "recall", "chat", "prose")
 WARM_UP = 20
 # Step of the optimiser relative to the size of what it changes.
 RATE = 3e-3
@@ -174,8 +176,8 @@ def distill(
     Memory does not grow with the documents: `KEPT` of them are prefilled at a time.
     """
     generator = torch.Generator().manual_seed(0)
-    shuffled = torch.randperm(len(documents), generator=generator).tolist()
-    coordinates = Whitening(classroom.features(documents[at]) for at in shuffled[:KEPT])
+    mixed = _mixed(documents, generator)
+    coordinates = Whitening(map(classroom.features, itertools.islice(mixed, KEPT)))
     pupils = {
         kind: nn.ModuleList(Pupil(coordinates.enter(one, kind)) for one in getattr(maps, kind))
         for kind in KINDS
@@ -190,7 +192,7 @@ def distill(
 
     started, step = time.monotonic(), 0
     with item_threads(DOCUMENTS) as threads:
-        taught = _taught(classroom, [documents[at] for at in shuffled], threads, generator)
+        taught = _taught(classroom, mixed, threads, generator)
         while (elapsed := time.monotonic() - started) < seconds:
             for group in optimiser.param_groups:
                 warm_up = min(1.0, (step + 1) / WARM_UP)
@@ -216,15 +218,30 @@ def distill(
     return CacheMap(*trained, maps.key_norms), step
 
 
+def _mixed(documents: Sequence[Document], generator: torch.Generator) -> Iterator[Document]:
+    """Endless: the kinds that there are, in turn, each kind's documents in random orders."""
+
+    def endless(kind: str) -> Iterator[Document]:
+        group = [document for document in documents if document.kind == kind]
+        while True:
+            for at in torch.randperm(len(group), generator=generator).tolist():
+                yield group[at]
+
+    there = {document.kind for document in documents}
+    orders = {kind: endless(kind) for kind in there}
+    for kind in itertools.cycle([kind for kind in TURNS if kind in there]):
+        yield next(orders[kind])
+
+
 def _taught(
     classroom: Classroom,
-    documents: Sequence[Document],
+    documents: Iterator[Document],
     threads: ThreadPoolExecutor,
     generator: torch.Generator,
 ) -> Iterator[Lesson]:
     """Endless lessons: all of one group of documents in random orders, then those of the next."""
-    for start in itertools.cycle(range(0, len(documents), KEPT)):
-        lessons = list(threads.map(classroom.lesson, documents[start : start + KEPT]))
+    while True:
+        lessons = list(threads.map(classroom.lesson, itertools.islice(documents, KEPT)))
         for _ in range(VISITS):
             for at in torch.randperm(len(lessons), generator=generator).tolist():
                 yield lessons[at]

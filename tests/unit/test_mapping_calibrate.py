@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ from mapper.artifact import Artifact
 from mapper.capture import accumulate
 from mapper.capture.model import CapturedModel, build_cache
 from mapper.capture.stored import StoredPairs, recognise, value_table
-from mapper.capture.texts import read_documents, render
+from mapper.capture.texts import Document, read_documents, render
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.keys import Namespace, page_keys
 from mapper.methods import distill
@@ -267,6 +268,21 @@ def test_distillation_rehearses_quotes_where_the_text_has_sentences(pair) -> Non
               distill_seconds=1, native_tail=0)  # fmt: skip
     distilled = Artifact.load(out).manifest.selection["distilled"]
     assert set(distilled["held_out_kl_before"]) == {"prose", "recall"}
+
+
+def test_all_kinds_of_documents_are_taught_however_few_there_are() -> None:
+    def some(kind: str, count: int) -> list[Document]:
+        return [Document(f"{kind}{at}", kind, torch.arange(4), kind) for at in range(count)]
+
+    generator = torch.Generator().manual_seed(0)
+    mixed = distill._mixed(some("chat", 40) + some("prose", 2), generator)
+    drawn = list(itertools.islice(mixed, 60))
+    assert [document.kind for document in drawn[:6]] == ["chat", "chat", "prose"] * 2
+    assert len({document.digest for document in drawn if document.kind == "chat"}) == 40
+    assert {document.digest for document in drawn[:6] if document.kind == "prose"} == {
+        "prose0",
+        "prose1",
+    }
 
 
 def test_the_native_tail_is_measured_on_the_calibrations_own_text(pair) -> None:
