@@ -254,9 +254,9 @@ HOW_MADE = """\
 
 `python -m mapper.demo build` needs none of this: it merges `small_update.safetensors` into the packaged weights.
 Attention is unchanged, so both models have 3 KV heads of 64; the small one caches 21 layers, the large one 30. One cache
-is no copy of the other: `baton eval` with the paper's maps (all heads of the six best layers, 40,129 tokens, no native
-tail) found that raw KV costs 554 times the KL of mapped KV from large to small (95 %: 267 to 1001), on 4 held-out
-dialogues; from small to large it was 195 times (139 to 277) with the update of run 7."""
+is no copy of the other: `baton eval` with the paper's maps (all heads of the six best layers, 40,960 tokens, no native
+tail) found that raw KV costs 253 times the KL of mapped KV from small to large (95 %: 162 to 345) and 554 times from
+large to small (267 to 1001), on 4 held-out dialogues each."""
 
 BUDGET = """\
 - Ten runs, each from the update of the one before: 588,800 and 1,351,680 tokens at rank 24, then 819,200, 1,382,400,
