@@ -18,7 +18,7 @@ from mapper.capture.pairs import capture, log_spaced
 from mapper.capture.texts import Document, first_documents
 from mapper.methods.attended import QUERIES, Refit, attended_bytes
 from mapper.methods.base import CacheMap
-from mapper.methods.distill import Classroom, Lesson, distill, evaluate
+from mapper.methods.distill import TAILS, Classroom, Lesson, distill, evaluate
 from mapper.methods.fit import Method, fit, refit
 from mapper.methods.select import HeldOut
 from mapper.methods.tail import choose_tail, tail_curve
@@ -148,8 +148,9 @@ def _distill(
     exam: Sequence[Lesson],
     seconds: float,
 ) -> tuple[CacheMap, dict[str, Any]]:
-    """The distilled map if it lowers the KL of held-out text of every kind, else the map as it was."""
-    before = evaluate(maps, classroom, exam)
+    """The distilled map if it lowers the KL of held-out text of every kind, with and without a native tail, else the
+    map as it was."""
+    before = _examine(maps, classroom, exam)
     with progress() as bar:
         task = bar.add_task("distilling (s)", total=round(seconds))
         updated, steps = distill(
@@ -159,7 +160,7 @@ def _distill(
             seconds=seconds,
             report=lambda at: bar.update(task, completed=at),
         )
-    after = evaluate(updated, classroom, exam)
+    after = _examine(updated, classroom, exam)
     kept = all(after[kind] < before[kind] for kind in before)
     for kind in before:
         console.print(
@@ -172,6 +173,15 @@ def _distill(
         "kept": kept,
     }
     return (updated if kept else maps), record
+
+
+def _examine(maps: CacheMap, classroom: Classroom, exam: Sequence[Lesson]) -> dict[str, float]:
+    """KL by kind of text and native tail."""
+    return {
+        f"{kind}, tail {tail}": kl
+        for tail in TAILS
+        for kind, kl in evaluate(maps, classroom, exam, tail=tail).items()
+    }
 
 
 def key_norms(model: CapturedModel) -> torch.Tensor | None:
