@@ -41,7 +41,7 @@ class Training:
     rows: int = 2
     length: int = 512
     prose_share: float = 0.6
-    # of easy conversations, and of answers that the small model gave itself, where there are any
+    # of the rows that are no prose: easy conversations, and answers of the small model itself, where there are any
     easy_share: float = 0.3
     own_share: float = 0.2
     rank: int = 24
@@ -156,7 +156,8 @@ def distill(
 ) -> Path:
     """Trains, or goes on from the checkpoint in `work`; leaves `update.safetensors` there, fresh at each checkpoint.
 
-    `prose` is a file of further prose, `own` one of the small model's own answers (`answer_as_small`). With `published`, and no checkpoint yet, the recipe's present update is where training starts.
+    `prose` is a file of further prose, `own` one of the small model's own answers (`answer_as_small`). With `published`,
+    and no checkpoint yet, the recipe's present update is where training starts.
     """
     work.mkdir(parents=True, exist_ok=True)
     folder = build_large()
@@ -228,14 +229,14 @@ def training_sources(
         texts.dialogue_rows(tokenizer, "train", length, TEMPERATURES[name])
         for name in ("dialogues", "easy")
     )
+    talk = 1 - training.prose_share
     sources = {}
     if len(easy):
-        sources["easy"] = (easy, training.easy_share)
+        sources["easy"] = (easy, talk * training.easy_share)
     if own:
         rows = texts.dialogue_rows(tokenizer, "train", length, path=own)
-        sources["own"] = (rows, training.own_share)
-    special = sum(share for _, share in sources.values())
-    sources["dialogues"] = (usual, 1 - training.prose_share - special)
+        sources["own"] = (rows, talk * training.own_share)
+    sources["dialogues"] = (usual, talk - sum(share for _, share in sources.values()))
     sampled = texts.prose_rows(tokenizer, "train", length)
     if prose is None:
         return sources | {"prose": (sampled, training.prose_share)}
@@ -264,7 +265,8 @@ def train_step(
     """The mean KL of the rows [rows, length]; leaves the loss's gradient in the student's parameters.
 
     Where `drawn_at` is below 1, the target is the distribution that the teacher draws such answers from, at that
-    temperature and among its top k (sequence-level distillation, Kim and Rush 2016, with the soft targets kept), else the teacher's own.
+    temperature and among its top k (sequence-level distillation, Kim and Rush 2016, with the soft targets kept), else
+    the teacher's own.
     Beside the KL of next tokens, the loss is the error of the student's stream where it rejoins the teacher's layers
     after a gap (as intermediate losses of depth pruning, Muralidharan et al. 2024): it costs nothing, the KL falls as
     fast with it, and a cache that stays near the teacher's is one that can be mapped.

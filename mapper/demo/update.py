@@ -112,8 +112,8 @@ def load_update(recipe: Recipe, path: Path = UPDATE_FILE) -> dict[str, torch.Ten
 def mean_update(recipe: Recipe, paths: list[Path]) -> dict[str, torch.Tensor]:
     """The mean of updates that were trained one from the other.
 
-    Each of them is off by the noise of its last steps, which a mean takes out (stochastic weight averaging, Izmailov
-    et al. 2018): it is better than any of them.
+    Each of them is off by the noise of its last steps, of which a mean takes a part out (stochastic weight averaging,
+    Izmailov et al. 2018).
     """
     updates = [
         load_update(Recipe(recipe.layers_removed, file_sha256(path)), path) for path in paths

@@ -34,7 +34,7 @@ from mapper.moments import KINDS
 WINDOW = 40
 # Documents of one step, each on a thread of its own.
 DOCUMENTS = 2
-# Native tails of a step's documents, in turn, and hand-overs of each document: as many tokens with a tail as without.
+# Native tails of a step's documents, in turn, and hand-overs of each document: about as many tokens with a tail as without.
 TAILS = (0, 64)
 HAND_OVERS = {0: 8, 64: 4}
 # The shortest prefix before a hand-over.

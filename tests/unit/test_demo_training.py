@@ -260,5 +260,5 @@ def test_easy_and_own_answers_get_their_shares_where_there_are_any(monkeypatch):
 
     assert shares(None, 0) == pytest.approx({"dialogues": 0.9, "prose": 0.1})
     assert shares(Path("own"), 3) == pytest.approx(
-        {"dialogues": 0.4, "easy": 0.2, "own": 0.3, "prose": 0.1}
+        {"dialogues": 0.45, "easy": 0.18, "own": 0.27, "prose": 0.1}
     )
