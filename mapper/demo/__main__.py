@@ -136,15 +136,15 @@ def publish(
     from .gguf_source import file_sha256
     from .update import UPDATE_FILE, Recipe, mean_update, save_update
 
-    removed = Recipe.read().layers_removed
+    recipe = Recipe.read()
     files = [folder / "update.safetensors" for folder in work]
     if len(files) == 1:
         shutil.copyfile(files[0], UPDATE_FILE)
     else:
-        save_update(mean_update(Recipe.read(), files), removed, UPDATE_FILE)
+        save_update(mean_update(recipe, files), recipe.layers_removed, UPDATE_FILE)
     training = json.loads((work[-1] / "training.json").read_text()) | {"mean_of": len(work)}
     TRAINING_FILE.write_text(json.dumps(training, indent=2) + "\n")
-    Recipe(removed, file_sha256(UPDATE_FILE)).write()
+    Recipe(recipe.layers_removed, file_sha256(UPDATE_FILE)).write()
     typer.echo(TRAINING_FILE.read_text())
 
 
