@@ -21,7 +21,7 @@ from mapper.methods.plans import LayerPlan, layer_map
 from mapper.rotary import Rotary
 from mapper.spec import ModelSpec
 
-VERSION = 2
+VERSION = 3
 MANIFEST = "manifest.json"
 MAPS, SINK = "maps.safetensors", "sink.safetensors"
 _MAX_MANIFEST_BYTES = 16 << 20
@@ -162,7 +162,8 @@ class Artifact:
             Rotary.from_spec(self.manifest.source),
             Rotary.from_spec(self.manifest.target),
         )
-        return KVMap(self.maps, source, target, device=device, dtype=dtype)
+        looks_back = self.maps.looks_back(self.manifest.source.layers)
+        return KVMap(self.maps, source, target, looks_back=looks_back, device=device, dtype=dtype)
 
     def sink(self, token_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Exact k, v [target_layers, kv_heads, head_dim] of `token_id` at position 0, if known."""

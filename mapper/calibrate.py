@@ -25,13 +25,13 @@ from mapper.capture.texts import first_documents, first_tokens, read_documents
 from mapper.direction import Options, Text, save_direction, sink_table
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.methods.attended import Refit
-from mapper.methods.fit import HEAD_LOCAL, Method, columns
+from mapper.methods.fit import HEAD_LOCAL, LOOK_BACK, Method, columns
 from mapper.methods.ridge import require_rows
 from mapper.moments import Moments, PairShape
 from mapper.spec import ModelSpec
 
 # Held-out documents stay in memory: enough to tell variants apart, a bounded few hundred MB.
-HELD_OUT_TOKENS = 4096
+HELD_OUT_TOKENS = 8192
 # Text that distillation learns from, and quotes of it.
 LESSON_TOKENS = 600_000
 RECALL_TOKENS = 300_000
@@ -115,7 +115,13 @@ def run(
     if from_store is not None:
         stored = StoredPairs(from_store, models[0], specs, tenants)
 
-    shape = PairShape(specs[0].layers, specs[1].layers, specs[0].kv_heads, specs[0].head_dim)
+    shape = PairShape(
+        specs[0].layers,
+        specs[1].layers,
+        specs[0].kv_heads,
+        specs[0].head_dim,
+        look_back=method in LOOK_BACK,
+    )
     others = [Moments.load(path) for path in merge]
     rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)
     require_rows(rows, columns(method, k, shape.kv_heads, shape.head_dim))
@@ -160,20 +166,17 @@ def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> T
     for reason, count in skipped.items():
         if count:
             console.print(f"[yellow]{count} documents: {reason}[/]")
-    return Text(fit, held, {reason: count for reason, count in skipped.items() if count}, lessons)
+    exam = recall_documents(held, tokenizer, length=length, seed=_SEED)
+    exam = first_documents(exam, HELD_OUT_TOKENS // len(kinds))
+    left_out = {reason: count for reason, count in skipped.items() if count}
+    return Text(fit, held, exam, left_out, lessons)
 
 
 def _with_quotes(text: Text, tokenizer, length: int) -> Text:
     # A text has several times as many tokens' worth of quotes as it has tokens.
     quoted = first_documents(text.lessons, RECALL_TOKENS // 2)
-    recall, exam = (
-        first_documents(recall_documents(part, tokenizer, length=length, seed=_SEED), limit)
-        for part, limit in (
-            (quoted, RECALL_TOKENS),
-            (text.held_out, HELD_OUT_TOKENS // len({one.kind for one in text.held_out})),
-        )
-    )
-    return replace(text, lessons=[*text.lessons, *recall], recall_exam=exam)
+    recall = recall_documents(quoted, tokenizer, length=length, seed=_SEED)
+    return replace(text, lessons=[*text.lessons, *first_documents(recall, RECALL_TOKENS)])
 
 
 def _save_identity(

@@ -36,15 +36,15 @@ BUDGET_SHARE = 0.125
 class Text:
     """Documents split into those to fit and those to choose by.
 
-    For distillation alone: `lessons`, of those to fit and further ones like them, with quotes of them
-    (`capture/recall.py`), and `recall_exam`, quotes of the held-out ones.
+    `recall_exam` are quotes (`capture/recall.py`) of the held-out ones. For distillation alone: `lessons`, of those to
+    fit and further ones like them, with quotes of them.
     """
 
     fit: list[Document]
     held_out: list[Document]
+    recall_exam: list[Document]
     skipped: dict[str, int]
     lessons: Sequence[Document] = ()
-    recall_exam: Sequence[Document] = ()
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def save_direction(
     started: float,
 ) -> None:
     """Fits, refines and judges the maps of one direction, and writes the artifact."""
-    held = HeldOut(*models, text.held_out, HELD_OUT_QUERIES)
+    held = HeldOut(*models, [*text.held_out, *text.recall_exam], HELD_OUT_QUERIES)
     maps = _fit(models, text, moments, held, options)
     steps = [options.method, *([options.refit] if options.refit else [])]
     selection: dict[str, Any] = {}

@@ -24,16 +24,28 @@ _FORMAT = "baton-moments-2"
 
 @dataclass(frozen=True)
 class PairShape:
-    """The numbers that two caches' moments depend on."""
+    """The numbers that two caches' moments depend on.
+
+    `look_back`: a key's inputs are the keys of the token before as well.
+    """
 
     source_layers: int
     target_layers: int
     kv_heads: int
     head_dim: int
+    look_back: bool = False
 
     @property
     def layer_width(self) -> int:
         return self.kv_heads * self.head_dim
+
+    def inputs(self, kind: str) -> int:
+        """Layers that a map of this kind may read, those of the token before among them."""
+        return self.source_layers * (2 if self.look_back and kind == "k" else 1)
+
+    def outputs(self, kind: str, *, both: bool) -> int:
+        """Target layers, and for both directions what the other one's maps may read."""
+        return self.reverse.inputs(kind) if both else self.target_layers
 
     def bytes(self, *, head_local: bool = False, both: bool = False) -> int:
         """fp64 bytes of one `Moments`, whatever the number of documents.
@@ -41,13 +53,16 @@ class PairShape:
         Sums for head-local maps alone are `kv_heads` times smaller; sums for both directions
         hold the target's outer products as well.
         """
-        groups = self.kv_heads if head_local else 1
-        x, y = (n * self.layer_width // groups for n in (self.source_layers, self.target_layers))
-        return 2 * 8 * groups * (x * x + x * y + (y * y if both else 0) + x + 2 * y)
+        groups, total = self.kv_heads if head_local else 1, 0
+        for kind in KINDS:
+            layers = self.inputs(kind), self.outputs(kind, both=both)
+            x, y = (n * self.layer_width // groups for n in layers)
+            total += 8 * groups * (x * x + x * y + (y * y if both else 0) + x + 2 * y)
+        return total
 
     @property
     def reverse(self) -> PairShape:
-        return PairShape(self.target_layers, self.source_layers, self.kv_heads, self.head_dim)
+        return replace(self, source_layers=self.target_layers, target_layers=self.source_layers)
 
 
 @dataclass
@@ -66,9 +81,10 @@ class Sums:
     outer: torch.Tensor | None = None
 
     @classmethod
-    def zeros(cls, shape: PairShape, *, head_local: bool, both: bool) -> Sums:
+    def zeros(cls, shape: PairShape, kind: str, *, head_local: bool, both: bool) -> Sums:
         g = shape.kv_heads if head_local else 1
-        x, y = (n * shape.layer_width // g for n in (shape.source_layers, shape.target_layers))
+        layers = shape.inputs(kind), shape.outputs(kind, both=both)
+        x, y = (n * shape.layer_width // g for n in layers)
         sizes = [(g, x, x), (g, x, y), (g, x), (g, y), (g, y)] + ([(g, y, y)] if both else [])
         return cls(*(torch.zeros(size, dtype=torch.float64) for size in sizes))
 
@@ -117,7 +133,7 @@ class Moments:
         cls, shape: PairShape, pair: str, *, head_local: bool = False, both: bool = False
     ) -> Moments:
         """`head_local`: of what head-local maps need alone. `both`: for both directions."""
-        sums = {kind: Sums.zeros(shape, head_local=head_local, both=both) for kind in KINDS}
+        sums = {kind: Sums.zeros(shape, kind, head_local=head_local, both=both) for kind in KINDS}
         return cls(shape, pair, sums=sums, head_local=head_local)
 
     @property
@@ -126,7 +142,12 @@ class Moments:
 
     def one_way(self) -> Moments:
         """The same without what only the other direction needs."""
-        sums = {kind: replace(one, outer=None) for kind, one in self.sums.items()}
+        groups = self.shape.kv_heads if self.head_local else 1
+        targets = slice(self.shape.target_layers * self.shape.layer_width // groups)
+        sums = {
+            kind: Sums(one.xx, one.xy[..., targets], one.x, one.y[:, targets], one.yy[:, targets])
+            for kind, one in self.sums.items()
+        }
         return replace(self, sums=sums)
 
     def reverse(self, pair: str) -> Moments:
@@ -147,7 +168,8 @@ class Moments:
         target: dict[str, torch.Tensor],
         tokens: int,
     ) -> None:
-        """Adds rows of one document: tensors [layers, rows, kv_heads, head_dim] by kind.
+        """Adds rows of one document: tensors [layers, rows, kv_heads, head_dim] by kind, keys `with_previous` if the
+        shape looks back.
 
         Raises:
             CalibrationError: a value is not finite (one would spoil every sum).
@@ -158,7 +180,8 @@ class Moments:
             if not (source[kind].isfinite().all() and target[kind].isfinite().all()):
                 raise CalibrationError(f"document {document} has non-finite {kind}; take it out")
         for kind in KINDS:
-            self.sums[kind].add(self._rows(source[kind]), self._rows(target[kind]))
+            wanted = target[kind][: self.shape.outputs(kind, both=self.both)]
+            self.sums[kind].add(self._rows(source[kind]), self._rows(wanted))
         self.rows += source["k"].shape[1]
         self.documents[document] = tokens
 

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mapper import presets
+from mapper.methods.fit import LOOK_BACK
 from mapper.moments import PairShape
 from mapper.presets import Preset
 
@@ -53,7 +54,13 @@ def plan_method(preset: Preset, method: str) -> MethodPlan:
     width = target.kv_heads * target.head_dim
     inputs = preset.k * (width if method == "all-head" else target.head_dim)
     parameters = 2 * target.layers * (inputs + 1) * width
-    shape = PairShape(source.layers, target.layers, target.kv_heads, target.head_dim)
+    shape = PairShape(
+        source.layers,
+        target.layers,
+        target.kv_heads,
+        target.head_dim,
+        look_back=method in LOOK_BACK,
+    )
     return MethodPlan(
         method=method,
         k=preset.k,

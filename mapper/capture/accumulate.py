@@ -36,8 +36,10 @@ def accumulate(
     if checkpoint.exists():
         saved = Moments.load(checkpoint)
         saved = saved if both else saved.one_way()
-        same = (saved.pair, saved.head_local, saved.both) == (name, head_local, both)
-        if same and saved.documents.keys() <= {d.digest for d in documents}:
+        mine, theirs = (
+            (one.pair, one.shape, one.head_local, one.both) for one in (moments, saved)
+        )
+        if mine == theirs and saved.documents.keys() <= {d.digest for d in documents}:
             moments = saved
             console.print(f"resumed after {len(moments.documents)} documents")
         else:
@@ -49,7 +51,8 @@ def accumulate(
         task = bar.add_task("tokens", total=sum(len(document.ids) for document in documents))
         bar.advance(task, sum(moments.documents.values()))
         for pair in capture(*models, left):
-            moments.add(pair.digest, *pair.rows(stride), tokens=len(pair.positions))
+            rows = pair.rows(stride, look_back=shape.look_back)
+            moments.add(pair.digest, *rows, tokens=len(pair.positions))
             bar.advance(task, len(pair.positions))
             if time.monotonic() - saved_at > _CHECKPOINT_SECONDS:
                 moments.save(checkpoint)
@@ -68,7 +71,8 @@ def add_stored(
     before = moments.rows
     for one in stored:
         paired = one.pair((models[0].rotary, models[1].rotary))
-        moments.add(paired.digest, *paired.rows(stride), tokens=len(paired.positions))
+        rows = paired.rows(stride, look_back=moments.shape.look_back)
+        moments.add(paired.digest, *rows, tokens=len(paired.positions))
     console.print(
         f"{moments.rows - before} rows from the store; pages left out: {dict(stored.skipped)}"
     )

@@ -11,7 +11,7 @@ import torch
 
 from mapper.capture.model import CapturedModel, Prefill
 from mapper.capture.texts import Document
-from mapper.moments import KINDS
+from mapper.methods.base import by_head, with_previous
 from mapper.rotary import Rotary
 
 # Positions of a document whose queries are kept.
@@ -32,15 +32,29 @@ class Pair:
     positions: torch.Tensor
     native: Prefill
 
-    def rows(self, stride: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def rows(
+        self, stride: int, *, look_back: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Every `stride`-th token of both sides, never position 0: the attention sink's cache
-        is unlike any other token's, and it is not mapped."""
+        is unlike any other token's, and it is not mapped. With `look_back`, keys are `with_previous`, and a token
+        whose predecessor is not in the pair is left out."""
         start = int(self.digest[:8], 16) % stride
         chosen = torch.arange(start, len(self.positions), stride)
-        chosen = chosen[self.positions[chosen] > 0]
-        return tuple(
-            {kind: side[kind][:, chosen] for kind in KINDS} for side in (self.source, self.target)
-        )
+        there = self.positions > 0
+        if look_back:
+            there[1:] &= self.positions.diff() == 1
+            there[0] = False
+        chosen = chosen[there[chosen]]
+
+        def of(side: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            keys = with_previous(side["k"]) if look_back else side["k"]
+            return {"k": keys[:, chosen], "v": side["v"][:, chosen]}
+
+        return of(self.source), of(self.target)
+
+    def features(self) -> dict[str, torch.Tensor]:
+        """What maps read of the source."""
+        return {"k": by_head(with_previous(self.source["k"])), "v": by_head(self.source["v"])}
 
 
 @dataclass(frozen=True)
@@ -103,6 +117,20 @@ def evenly(count: int) -> Sampler:
     def positions(document: Document) -> torch.Tensor:
         last = len(document.ids) - 1
         return torch.linspace(min(8, last), last, count).round().long().unique()
+
+    return positions
+
+
+def asked(count: int) -> Sampler:
+    """Of quotes (`capture/recall.py`) `count` positions where their answers begin, else evenly spread ones: what has to
+    be found far above is asked for there, and hardly anywhere else."""
+
+    def positions(document: Document) -> torch.Tensor:
+        if document.kind != "recall" or not document.answers:
+            return evenly(count)(document)
+        each = -(-count // len(document.answers))
+        places = torch.tensor(document.answers)[:, None] - 1 + torch.arange(each)
+        return places.flatten().clamp(max=len(document.ids) - 1).unique()
 
     return positions
 

@@ -20,7 +20,7 @@ from typing import Literal, get_args
 import torch
 
 from mapper.capture.pairs import Pair
-from mapper.methods.base import AffineMap, CacheMap, by_head
+from mapper.methods.base import AffineMap, CacheMap
 from mapper.methods.blocks import BlockMap, block_columns
 from mapper.methods.ridge import System, equations, head_columns
 from mapper.moments import KINDS, Moments
@@ -80,7 +80,7 @@ class AttendedSums:
     def add(self, pairs: Iterable[Pair]) -> None:
         """Pairs with sampled queries."""
         for pair in pairs:
-            features = {kind: by_head(side) for kind, side in pair.source.items()}
+            features = pair.features()
             for layer in range(len(self.maps.k)):
                 weights, attention = felt(pair, layer)
                 for kind in KINDS:

@@ -15,7 +15,7 @@ from mapper.rotary import Rotary
 CHUNK_TOKENS = 512
 
 
-# The source's un-rotated keys ("k") and values ("v"), each as `by_head` lays it out.
+# What maps read: the source's un-rotated keys ("k", `with_previous`) and values ("v"), each as `by_head` lays it out.
 Features = Mapping[str, torch.Tensor]
 
 
@@ -24,6 +24,7 @@ class LayerMap(Protocol):
     fit or a training sets, everything else says what is read."""
 
     parameters: int
+    reads: frozenset[int]
 
     def __call__(self, features: Features, kind: str) -> torch.Tensor:
         """The layer's `kind` ("k" or "v"), [kv_heads, rows, head_dim] in fp32."""
@@ -39,7 +40,8 @@ class AffineMap:
     itself (head-local, arXiv 2609.00891) and [1, kv_heads * k * head_dim, kv_heads * head_dim]
     when it sees all heads (arXiv 2608.03893); `bias` [kv_heads, head_dim].
 
-    Input rows are head-major: (head, selected layer, dimension).
+    Input rows are head-major: (head, selected layer, dimension). A key map's `layers` from the source's number of
+    layers on are those of the token before (`with_previous`).
     """
 
     layers: tuple[int, ...]
@@ -53,6 +55,10 @@ class AffineMap:
     @property
     def parameters(self) -> int:
         return self.weight.numel() + self.bias.numel()
+
+    @property
+    def reads(self) -> frozenset[int]:
+        return frozenset(self.layers)
 
     @property
     def inputs_per_output(self) -> int:
@@ -104,9 +110,16 @@ class CacheMap:
     def parameters(self) -> int:
         return sum(layer.parameters for layer in (*self.k, *self.v))
 
+    def looks_back(self, source_layers: int) -> bool:
+        """Whether a key is made of the token before as well."""
+        return any(max(layer.reads) >= source_layers for layer in self.k)
+
 
 class KVMap:
-    """A `CacheMap` bound to both models' rotations, ready to run."""
+    """A `CacheMap` bound to both models' rotations, ready to run.
+
+    Where `looks_back` is true, a token's predecessor has to stand before it.
+    """
 
     def __init__(
         self,
@@ -114,9 +127,11 @@ class KVMap:
         source: Rotary,
         target: Rotary,
         *,
+        looks_back: bool = False,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        self.looks_back = looks_back
         self._k = [layer.to(device, dtype) for layer in maps.k]
         self._v = [layer.to(device, dtype) for layer in maps.v]
         self._norms = None if maps.key_norms is None else maps.key_norms.float().to(device)
@@ -135,7 +150,8 @@ class KVMap:
 
         Returns:
             k, v [target_layers, tokens, kv_heads, head_dim] as the target would cache them,
-            in the dtype of the input.
+            in the dtype of the input. A map that looks back gives no meaning to keys of a token whose predecessor
+            is not the row before.
         """
         k, v, positions = (tensor.to(self._device) for tensor in (k, v, positions))
         size = (len(self._k), *k.shape[1:])
@@ -143,21 +159,27 @@ class KVMap:
         out_k, out_v = out_k.to(self._device), out_v.to(self._device)
         for start in range(0, k.shape[1], CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
-            out_k[:, part], out_v[:, part] = self._chunk(k[:, part], v[:, part], positions[part])
+            before = slice(max(start - 1, 0), start + CHUNK_TOKENS)
+            keys = self._keys(k[:, before], positions[before])
+            out_k[:, part] = keys[:, part.start - before.start :]
+            values = {"v": by_head(v[:, part].to(self._dtype))}
+            out_v[:, part] = map_layers(self._v, values, "v")
         return out_k, out_v
 
-    def _chunk(self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor):
-        unrotated = self._source.undo(k.float(), positions)
-        features = {"k": by_head(unrotated.to(self._dtype)), "v": by_head(v.to(self._dtype))}
-        keys = map_layers(self._k, features, "k")
-        values = map_layers(self._v, features, "v")
+    def _keys(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        unrotated = self._source.undo(k.float(), positions).to(self._dtype)
+        if self.looks_back:
+            unrotated = with_previous(unrotated)
+        keys = map_layers(self._k, {"k": by_head(unrotated)}, "k")
         if self._norms is not None:
             keys = on_norm_sphere(keys, self._norms)
-        return self._target.apply(keys, positions), values
+        return self._target.apply(keys, positions)
 
 
 class IdentityMap:
     """The map of a model onto itself; checks a deployment's plumbing to the last bit."""
+
+    looks_back = False
 
     def apply(
         self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
@@ -171,6 +193,16 @@ def map_layers(maps: Sequence[LayerMap], features: Features, kind: str) -> torch
     One matrix product a target layer (all-head: one a head), over all rows.
     """
     return torch.stack([layer_map(features, kind).transpose(0, 1) for layer_map in maps])
+
+
+def with_previous(keys: torch.Tensor) -> torch.Tensor:
+    """[layers, rows, heads, head_dim] -> [2 * layers, rows, heads, head_dim]: a row's own layers, then those of the row
+    before it (the first row's own once more).
+
+    The keys of induction heads are made of the token before (Olsson et al. 2022); a source that has no such head at the
+    right depth has not moved it to where the target wants to find it.
+    """
+    return torch.cat((keys, torch.cat((keys[:, :1], keys[:, :-1]), dim=1)))
 
 
 def by_head(features: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ Block = tuple[int, int]
 @dataclass(frozen=True)
 class BlockMap:
     """y_h = [x_b for b in blocks[h]] W_h + b_h. `blocks` are (source layer, source head), as many
-    for each target head; `weight` [kv_heads, m * head_dim, head_dim], `bias` [kv_heads, head_dim].
+    for each target head, layers numbered as an `AffineMap`'s; `weight` [kv_heads, m * head_dim, head_dim], `bias` [kv_heads, head_dim].
     """
 
     blocks: tuple[tuple[Block, ...], ...]
@@ -34,6 +34,10 @@ class BlockMap:
     @property
     def parameters(self) -> int:
         return self.weight.numel() + self.bias.numel()
+
+    @property
+    def reads(self) -> frozenset[int]:
+        return frozenset(layer for chosen in self.blocks for layer, _ in chosen)
 
     @property
     def inputs_per_output(self) -> int:
@@ -68,7 +72,7 @@ class BlockSearch:
     def __init__(self, moments: Moments, kind: str, ridge: float) -> None:
         shape = moments.shape
         self.moments, self.kind, self.width = moments, kind, shape.head_dim
-        self.names = [(s, h) for s in range(shape.source_layers) for h in range(shape.kv_heads)]
+        self.names = [(s, h) for s in range(shape.inputs(kind)) for h in range(shape.kv_heads)]
         inputs = torch.arange(len(self.names) * self.width)
         outputs = torch.arange(shape.target_layers * shape.layer_width)
         whole = equations(moments, kind, inputs, outputs)

@@ -16,8 +16,9 @@ from mapper.methods.ridge import fit_layer, rank_layers
 from mapper.methods.select import HeldOut
 from mapper.moments import KINDS, Moments
 
-# Source layers read by head-local and all-head candidates, and blocks a head of block maps.
-HEAD_LOCAL, ALL_HEAD, BLOCKS = (3, 8), (3, 6, 10), (2, 4, 6, 9, 14, 20)
+# Source layers read by head-local and all-head candidates, by all-head ones that read the token before as well, and
+# blocks a head of block maps.
+HEAD_LOCAL, ALL_HEAD, LOOK_BACK, BLOCKS = (3, 8), (3, 6, 10), (3, 6), (2, 4, 6, 9, 14, 20)
 # With fewer rows a coefficient, the choice is one of noise.
 ROWS_PER_COLUMN = 2
 
@@ -106,6 +107,14 @@ def _candidates(
         for k in sorted({min(k, shape.source_layers) for k in sizes})
         if fits(k, shape.head_dim if local else shape.layer_width, shape.source_layers)
     ]
+    if shape.inputs(kind) > shape.source_layers:
+        found += [
+            fit_layer(moments, kind, [*own, *before], layer, head_local=False, ridge=ridge)
+            for k in sorted({min(k, shape.source_layers) for k in LOOK_BACK})
+            if fits(2 * k, shape.layer_width, shape.inputs(kind))
+            for own in [ranks[False][layer][:k]]
+            for before in [[shape.source_layers + one for one in own]]
+        ]
     sizes = [m for m in BLOCKS if fits(m, shape.head_dim, len(search.names))]
     if sizes:
         paths = [search.path(layer, head, max(sizes)) for head in range(shape.kv_heads)]

@@ -24,7 +24,14 @@ from transformers import DynamicCache
 from mapper.capture.grouped import GROUPED_ATTENTION
 from mapper.capture.model import CapturedModel
 from mapper.capture.texts import Document
-from mapper.methods.base import CacheMap, LayerMap, by_head, map_layers, on_norm_sphere
+from mapper.methods.base import (
+    CacheMap,
+    LayerMap,
+    by_head,
+    map_layers,
+    on_norm_sphere,
+    with_previous,
+)
 from mapper.methods.forward_kl import forward_kl
 from mapper.methods.parallel import item_threads, set_mean_gradient
 from mapper.methods.whiten import Whitening
@@ -108,7 +115,7 @@ class Classroom:
         """The source's un-rotated keys and its values, [heads, tokens, layers, head_dim]."""
         theirs = self.source.prefill(document.ids)
         unrotated = self.source.rotary.undo(theirs.k, torch.arange(len(document.ids)))
-        return {"k": by_head(unrotated), "v": by_head(theirs.v)}
+        return {"k": by_head(with_previous(unrotated)), "v": by_head(theirs.v)}
 
     @torch.no_grad()
     def lesson(self, document: Document) -> Lesson:

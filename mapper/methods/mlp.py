@@ -36,6 +36,10 @@ class MlpMap:
     def parameters(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors().values())
 
+    @property
+    def reads(self) -> frozenset[int]:
+        return frozenset(self.layers)
+
     def __call__(self, features: Features, kind: str) -> torch.Tensor:
         x = select(features[kind], self.layers)
         inner = torch.bmm(x, self.hidden).float() + self.bias_hidden[:, None]

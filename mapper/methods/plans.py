@@ -20,7 +20,8 @@ class LayerPlan(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     form: Literal["all-head", "head-local", "blocks", "mlp"]
-    # Source layers read, but for blocks: there (source layer, source head) of each target head.
+    # Source layers read, but for blocks: there (source layer, source head) of each target head. Of keys, layers from
+    # the source's number on are those of the token before.
     layers: list[int] = Field(default_factory=list)
     blocks: list[list[tuple[int, int]]] = Field(default_factory=list)
     ridge: float | None = None
@@ -52,7 +53,8 @@ def layer_map(
     blocks = [block for part in plan.blocks for block in part]
     read = {layer for layer, _ in blocks} | set(plan.layers)
     heads_read = {head for _, head in blocks}
-    if not read <= set(range(source.layers)) or not heads_read <= set(range(heads)):
+    there = source.layers * (2 if prefix.startswith("k.") else 1)
+    if not read <= set(range(there)) or not heads_read <= set(range(heads)):
         raise BadArtifact(f"{prefix} reads {plan} of {source.layers} source layers")
     own = {
         name.removeprefix(f"{prefix}."): tensor

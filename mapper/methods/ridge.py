@@ -161,7 +161,7 @@ def head_columns(shape: PairShape, head: int | None) -> torch.Tensor:
 
 def input_columns(shape: PairShape, layers: Sequence[int], head: int | None) -> torch.Tensor:
     """Columns of x in a map's row order: (head, selected layer, dimension)."""
-    columns = torch.arange(shape.source_layers * shape.layer_width)
-    columns = columns.view(shape.source_layers, shape.kv_heads, shape.head_dim)
+    there = max(layers) + 1
+    columns = torch.arange(there * shape.layer_width).view(there, shape.kv_heads, shape.head_dim)
     chosen = columns[torch.tensor(tuple(layers))].transpose(0, 1)
     return chosen.flatten() if head is None else chosen[head].flatten()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from mapper.capture.model import CapturedModel
-from mapper.capture.pairs import Pair, capture, evenly
+from mapper.capture.pairs import Pair, asked, capture
 from mapper.capture.texts import Document
-from mapper.methods.base import LayerMap, by_head, on_norm_sphere
+from mapper.methods.base import LayerMap, on_norm_sphere
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,10 @@ class HeldOut:
         documents: Sequence[Document],
         queries: int,
     ) -> None:
-        """Samples `queries` of the target's queries in each document."""
+        """Samples some `queries` of the target's queries in each document."""
         self.target = target
-        self.pairs = list(capture(source, target, documents, evenly(queries)))
-        self._features = [
-            {kind: by_head(side) for kind, side in pair.source.items()} for pair in self.pairs
-        ]
+        self.pairs = list(capture(source, target, documents, asked(queries)))
+        self._features = [pair.features() for pair in self.pairs]
         self._slopes = [
             target.sensitivity(document.ids, pair.native.query_positions)
             for document, pair in zip(documents, self.pairs, strict=True)

@@ -20,7 +20,8 @@ class Span:
     """Consecutive tokens of a prompt, from position `start`, in every cache that an arm may use.
 
     Each is k, v [layers, tokens, kv_heads, head_dim] as cached: `source` and `native` of the two
-    models, `foreign` the source's of other text. `again` computes the native one a second time
+    models, `foreign` the source's of other text; `source_before` and `foreign_before` are of the token before the
+    span, if there is one. `again` computes the native one a second time
     in other chunks. `ids` are the prompt's token ids from position 0 to the span's end.
     """
 
@@ -29,6 +30,8 @@ class Span:
     source: KV
     native: KV
     foreign: KV
+    source_before: KV
+    foreign_before: KV
     again: Callable[[], KV]
 
     @property
@@ -97,7 +100,14 @@ def controls(artifact: Artifact) -> list[Arm]:
 
 
 def _mapped(kv_map: KVMap | IdentityMap, which: str = "source") -> Callable[[Span], KV]:
-    return lambda span: kv_map.apply(*getattr(span, which), span.positions)
+    def convert(span: Span) -> KV:
+        before, own = getattr(span, f"{which}_before"), getattr(span, which)
+        k, v = (torch.cat(parts, dim=1) for parts in zip(before, own, strict=True))
+        lead = before[0].shape[1]
+        positions = torch.arange(span.start - lead, span.start - lead + k.shape[1])
+        return tuple(part[:, lead:] for part in kv_map.apply(k, v, positions))
+
+    return convert
 
 
 def _rounded(cache: KV) -> KV:

@@ -77,13 +77,16 @@ class Reader:
             self._again_valid = stop
             return self.again.read(start, stop)
 
+        before = max(start - 1, 0)
         return Span(
             self._ids[:stop],
             start,
-            self.source.read(start, stop),
-            self.native.read(start, stop),
-            tuple(part[:, start:stop] for part in self._foreign),
-            again,
+            source=self.source.read(start, stop),
+            native=self.native.read(start, stop),
+            foreign=tuple(part[:, start:stop] for part in self._foreign),
+            source_before=self.source.read(before, start),
+            foreign_before=tuple(part[:, before:start] for part in self._foreign),
+            again=again,
         )
 
 

@@ -24,8 +24,10 @@ class ModelPages:
     def has(self, key: str) -> bool:
         return all(self._store.prefix(rank, [key]) for rank in self._ranks)
 
-    def read(self, keys: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the longest readable prefix of `keys` that was computed, not mapped.
+    def read(
+        self, keys: Sequence[str], *, mapped: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the longest readable prefix of `keys` that was computed, not mapped (unless `mapped`).
 
         What comes back may be shorter than `keys`: a page can be evicted or found bad at
         any time, and a mapped page is never mapped a second time.
@@ -35,7 +37,7 @@ class ModelPages:
             shards = []
             for rank in self._ranks:
                 found = self._store.get(rank, key)
-                if found is None or found[1] is Provenance.MAPPED:
+                if found is None or (found[1] is Provenance.MAPPED and not mapped):
                     break
                 shards.append(found[0])
             if len(shards) < len(self._ranks):

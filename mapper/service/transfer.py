@@ -204,7 +204,10 @@ class _Job:
             return 0, stopped
         starts = torch.tensor(indices) * size
         positions = (starts[:, None] + torch.arange(size)).flatten()
-        k, v = self.loaded.map.apply(k, v, positions)
+        if self.loaded.map.looks_back:
+            k, v = self._map_after_predecessors(indices, k, v, positions)
+        else:
+            k, v = self.loaded.map.apply(k, v, positions)
         if indices[0] == 0 and not self._put_sink(k, v):
             return 0, Reason.NO_SINK
 
@@ -216,6 +219,32 @@ class _Job:
             if not written:
                 return at, Reason.STORE_FULL
         return len(indices), stopped
+
+    def _map_after_predecessors(
+        self, indices: list[int], k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Maps pages whose keys are made of the token before as well: the last one of the page before each run.
+
+        That page may itself be mapped: only how one key looks back depends on it. Where there is none, the run's first
+        token stands for its own predecessor.
+        """
+        size, parts, own = self.page_size, [], []
+        for at, index in enumerate(indices):
+            rows = slice(at * size, (at + 1) * size)
+            page = k[:, rows], v[:, rows], positions[rows]
+            if index and (at == 0 or indices[at - 1] != index - 1):
+                before = self.source.read([self.source_keys[index - 1]], mapped=True)
+                there = before if before[0].shape[1] else tuple(part[:, :1] for part in page[:2])
+                parts.append((*(part[:, -1:] for part in there), page[2][:1] - 1))
+                own.append(torch.zeros(1, dtype=torch.bool))
+            parts.append(page)
+            own.append(torch.ones(size, dtype=torch.bool))
+        keys, values, places = zip(*parts, strict=True)
+        mapped = self.loaded.map.apply(
+            torch.cat(keys, dim=1), torch.cat(values, dim=1), torch.cat(places)
+        )
+        rows = torch.cat(own)
+        return tuple(part[:, rows] for part in mapped)
 
     def _put_sink(self, k: torch.Tensor, v: torch.Tensor) -> bool:
         """Position 0 draws most of the attention and is never mapped, but looked up."""

@@ -134,7 +134,7 @@ def fit(source, target, head_local: bool) -> tuple[KVMap, CacheMap]:
             torch.arange(LENGTH),
             rotaries,
         )
-        moments.add(one.digest, *one.rows(stride=1), tokens=LENGTH)
+        moments.add(one.digest, *one.rows(stride=1, look_back=False), tokens=LENGTH)
     maps = {
         kind: [
             fit_layer(moments, kind, range(3), layer, head_local=head_local, ridge=1e-7)

@@ -140,20 +140,22 @@ def test_what_prompts_share_is_computed_once_and_stays_right(models) -> None:
         assert torch.allclose(again, once, atol=1e-4)
 
 
-def test_a_map_gives_a_position_the_same_whatever_was_loaded_before(models) -> None:
-    """Prompts that share a beginning: the rest is mapped at its own positions."""
+@pytest.mark.parametrize("keys_read", [(0, 1), (0, 3)])
+def test_a_map_gives_a_position_the_same_whatever_was_loaded_before(models, keys_read) -> None:
+    """Prompts that share a beginning: the rest is mapped at its own positions, after what it looks back to."""
     generator = torch.Generator().manual_seed(4)
     maps = CacheMap(
         *(
             [
-                AffineMap((0, 1), torch.randn(2, 16, 8, generator=generator), torch.zeros(2, 8))
+                AffineMap(read, torch.randn(2, 16, 8, generator=generator), torch.zeros(2, 8))
                 for _ in range(3)
             ]
-            for _ in "kv"
+            for read in (keys_read, (0, 1))
         )
     )
-    kv_map = KVMap(maps, *(model.rotary for model in models[:2]))
-    mapped = arms.Arm("mapped", "variant", lambda s: kv_map.apply(*s.source, s.positions))
+    kv_map = KVMap(maps, *(model.rotary for model in models[:2]), looks_back=maps.looks_back(2))
+    assert kv_map.looks_back == (3 in keys_read)
+    mapped = arms.Arm("mapped", "variant", arms._mapped(kv_map))
     prompt = ids(90)
     reader = reader_of(models, mapped)
     for tokens in (50, 90):
