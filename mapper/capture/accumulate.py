@@ -36,9 +36,7 @@ def accumulate(
     if checkpoint.exists():
         saved = Moments.load(checkpoint)
         saved = saved if both else saved.one_way()
-        mine, theirs = (
-            (one.pair, one.shape, one.head_local, one.both) for one in (moments, saved)
-        )
+        mine, theirs = ((one.pair, one.shape, one.head_local, one.both) for one in (moments, saved))
         if mine == theirs and saved.documents.keys() <= {d.digest for d in documents}:
             moments = saved
             console.print(f"resumed after {len(moments.documents)} documents")

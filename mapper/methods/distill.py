@@ -225,6 +225,18 @@ def distill(
     return CacheMap(*trained, maps.key_norms), step
 
 
+def between(start: CacheMap, end: CacheMap, share: float) -> CacheMap:
+    """The map that is `share` of the way from one to another of the same form, in every coefficient."""
+
+    def one(mine: LayerMap, other: LayerMap) -> LayerMap:
+        theirs = other.tensors()
+        mixed = {name: value.lerp(theirs[name], share) for name, value in mine.tensors().items()}
+        return replace(mine, **mixed)
+
+    pairs = (zip(getattr(start, kind), getattr(end, kind), strict=True) for kind in KINDS)
+    return CacheMap(*([one(*pair) for pair in layers] for layers in pairs), start.key_norms)
+
+
 def _mixed(documents: Sequence[Document], generator: torch.Generator) -> Iterator[Document]:
     """Endless: the kinds that there are, in turn, each kind's documents in random orders."""
 

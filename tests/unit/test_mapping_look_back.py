@@ -201,12 +201,8 @@ def test_what_is_before_may_be_mapped_or_missing(tmp_path):
     node.store.put(layout, node.keys("small")[1], torch.randn(layout.shape), Provenance.MAPPED)
     node.compute("large", [0, 1, 3, 4, 5])
     assert node.transfer()["mapped_tokens"] == 2 * service.PAGE
-    assert torch.allclose(
-        node.key("large", 8, service.LOSSY), node.key("small", 7), atol=1e-4
-    )
-    assert torch.allclose(
-        node.key("large", 25, service.LOSSY), node.key("small", 24), atol=1e-4
-    )
+    assert torch.allclose(node.key("large", 8, service.LOSSY), node.key("small", 7), atol=1e-4)
+    assert torch.allclose(node.key("large", 25, service.LOSSY), node.key("small", 24), atol=1e-4)
     assert node.key("large", 24, service.LOSSY).isfinite().all()
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mapper.methods.base import AffineMap, LayerMap, by_head, on_norm_sphere, select
+from mapper import direction
+from mapper.methods.base import AffineMap, CacheMap, LayerMap, by_head, on_norm_sphere, select
 from mapper.methods.blocks import BlockMap
-from mapper.methods.distill import Pupil
+from mapper.methods.distill import Pupil, between
 from mapper.methods.mlp import MlpMap
 
 BLOCKS = (((0, 1), (2, 0)), ((1, 1), (2, 1)))
@@ -85,3 +88,42 @@ def test_keys_are_put_back_on_the_sphere_of_their_norm() -> None:
     exact = torch.randn(3, 5, 2, 4)
     exact = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True)) * gains[:, None, None]
     assert torch.allclose(on_norm_sphere(exact * 1.7, gains), exact, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["head-local", "all-head", "blocks"])
+def test_half_of_the_way_between_two_maps_is_their_mean(form: str) -> None:
+    start, x = maps()[form], features()
+    end = replace(start, weight=torch.randn_like(start.weight), bias=torch.randn(2, 4))
+    gains = torch.ones(1, 4)
+    ends = CacheMap([start], [start], gains), CacheMap([end], [end], gains)
+    for share, expected in ((0.0, start(x, "v")), (0.5, (start(x, "v") + end(x, "v")) / 2)):
+        mixed = between(*ends, share)
+        assert torch.allclose(mixed.v[0](x, "v"), expected, atol=1e-5)
+        assert mixed.k[0].reads == start.reads and mixed.key_norms is gains
+
+
+@pytest.mark.parametrize(
+    ("best", "worse_elsewhere", "expected"), [(0.6, False, 0.5), (2.0, False, 1.0), (0.6, True, 0)]
+)
+def test_the_step_towards_a_distilled_map_is_the_one_that_helps_every_kind(
+    monkeypatch, best: float, worse_elsewhere: bool, expected: float
+) -> None:
+    """A map whose one coefficient goes from 0 to 1; KL is least at `best`."""
+
+    def at(value: float) -> CacheMap:
+        one = AffineMap((0,), torch.full((1, 1, 1), value), torch.zeros(1, 1))
+        return CacheMap([one], [one])
+
+    def kls(one: CacheMap, classroom, exam, *, tail: int) -> dict[str, float]:
+        value = float(one.k[0].weight)
+        other = value if worse_elsewhere and tail else -0.01 * value
+        return {"chat": (value - best) ** 2, "prose": other}
+
+    monkeypatch.setattr(direction, "distill", lambda *args, **kwargs: (at(1.0), 7))
+    monkeypatch.setattr(direction, "evaluate", kls)
+    found, record = direction._distill(at(0.0), None, [], [], 1)
+    assert float(found.k[0].weight) == expected
+    assert record["kept"] == bool(expected) and record["steps"] == 7
+    if expected:
+        assert record["share"] == expected
+        assert record["held_out_kl_after"]["chat, tail 0"] == pytest.approx((expected - best) ** 2)
