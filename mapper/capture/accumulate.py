@@ -41,7 +41,7 @@ def accumulate(
             moments = saved
             console.print(f"resumed after {len(moments.documents)} documents")
         else:
-            console.print(f"{checkpoint} is of another pair or text and is started again")
+            console.print(f"{checkpoint} is of another pair, method or text and is started again")
     left = [document for document in documents if document.digest not in moments.documents]
     checkpoint.parent.mkdir(parents=True, exist_ok=True)
     saved_at = time.monotonic()

@@ -107,14 +107,12 @@ def _candidates(
         for k in sorted({min(k, shape.source_layers) for k in sizes})
         if fits(k, shape.head_dim if local else shape.layer_width, shape.source_layers)
     ]
-    if shape.inputs(kind) > shape.source_layers:
-        found += [
-            fit_layer(moments, kind, [*own, *before], layer, head_local=False, ridge=ridge)
-            for k in sorted({min(k, shape.source_layers) for k in LOOK_BACK})
-            if fits(2 * k, shape.layer_width, shape.inputs(kind))
-            for own in [ranks[False][layer][:k]]
-            for before in [[shape.source_layers + one for one in own]]
-        ]
+    for k in sorted({min(k, shape.source_layers) for k in LOOK_BACK}):
+        own = ranks[False][layer][:k]
+        read = [*own, *(shape.source_layers + one for one in own)]
+        there = max(read) < shape.inputs(kind)
+        if there and fits(len(read), shape.layer_width, shape.inputs(kind)):
+            found.append(fit_layer(moments, kind, read, layer, head_local=False, ridge=ridge))
     sizes = [m for m in BLOCKS if fits(m, shape.head_dim, len(search.names))]
     if sizes:
         paths = [search.path(layer, head, max(sizes)) for head in range(shape.kv_heads)]

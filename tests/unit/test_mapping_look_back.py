@@ -120,18 +120,30 @@ def test_one_pass_gives_both_directions(look_back: bool) -> None:
         assert stored == shape.bytes(both=is_both)
 
 
-def test_all_heads_of_both_tokens_are_a_candidate_for_keys_alone() -> None:
+@pytest.mark.parametrize("layers", [2, 9])
+@pytest.mark.parametrize("look_back", [True, False])
+def test_all_heads_of_both_tokens_are_a_candidate_for_keys_alone(layers, look_back) -> None:
     class Unheard:
         def score(self, layer: int, **maps):
             return type("Score", (), {"felt": 0.0})()
 
-    found = candidates(moments_of(induction(400)), Unheard(), ridge=1e-6, report=lambda: None)
-    backwards = {
-        kind: [one.layer_map for one in found[kind, 0] if isinstance(one.layer_map, AffineMap)]
-        for kind in KINDS
-    }
-    assert any(max(one.reads) >= LAYERS and not one.head_local for one in backwards["k"])
-    assert all(max(one.reads) < LAYERS for one in backwards["v"])
+    shape = PairShape(layers, 1, HEADS, WIDTH, look_back=look_back)
+    moments = Moments.empty(shape, "a->b")
+    draw = torch.Generator().manual_seed(0)
+    sizes = {kind: (shape.inputs(kind), 1) for kind in KINDS}
+    source, target = (
+        {kind: torch.randn(sizes[kind][at], 400, HEADS, WIDTH, generator=draw) for kind in KINDS}
+        for at in (0, 1)
+    )
+    moments.add("d", source, target, tokens=400)
+    found = candidates(moments, Unheard(), ridge=1e-6, report=lambda: None)
+    for kind in KINDS:
+        made = [one.layer_map for one in found[kind, 0] if isinstance(one.layer_map, AffineMap)]
+        back = [one for one in made if max(one.reads) >= layers]
+        assert bool(back) == (look_back and kind == "k")
+        for one in back:
+            assert not one.head_local
+            assert {read % layers for read in one.reads} == {r for r in one.reads if r < layers}
 
 
 def test_an_artifact_says_which_token_is_read_and_values_read_none_before(tmp_path) -> None:
