@@ -2,13 +2,11 @@
 
 The loss is the forward KL(native || mapped) of the target's next tokens on top of a mapped prefix,
 in a short window after the hand-over (after the distillation reported beside arXiv 2609.00891;
-there a low-rank update, here all of the maps of keys: they are small beside the model that they are
-trained through). Keys decide what is found again in the prefix, and what is not found makes most of
-the KL; values stay as they were fitted, since training adds noise to all that it moves. It starts
-from the closed-form fit, without which it does not converge, and works in whitened coordinates of
-the source's features. No parameter is added. Several hand-overs of one document share one mapped
-prefix and one pass of the target. Half of the documents are handed over with a native tail, where
-only what stands far above still depends on the map.
+there a low-rank update, here all of the map: it is small beside the model that it is trained
+through). It starts from the closed-form fit, without which it does not converge, and works in whitened
+coordinates of the source's features. No parameter is added. Several hand-overs of one document share one mapped
+prefix and one pass of the target. Half of the documents are handed over with a native tail, where only what stands
+far above still depends on the map.
 """
 
 from __future__ import annotations
@@ -191,7 +189,7 @@ def distill(
         kind: nn.ModuleList(Pupil(coordinates.enter(one, kind)) for one in getattr(maps, kind))
         for kind in KINDS
     }
-    optimiser = torch.optim.Adam(_groups(pupils["k"]), betas=(0.9, 0.98))
+    optimiser = torch.optim.Adam(_groups(pupils), betas=(0.9, 0.98))
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
 
     def gradient(lesson: Lesson, places: list[int], tail: int) -> tuple[torch.Tensor, ...]:
@@ -311,7 +309,7 @@ def _mask(starts: torch.Tensor, window: int, longest: int) -> torch.Tensor:
     return torch.cat((prefix, own), dim=2)[:, None]
 
 
-def _groups(pupils: nn.ModuleList) -> list[dict]:
+def _groups(pupils: dict[str, nn.ModuleList]) -> list[dict]:
     """A parameter group a tensor, so that Adam's steps are alike relative to what they change."""
     return [
         {
@@ -319,6 +317,7 @@ def _groups(pupils: nn.ModuleList) -> list[dict]:
             "peak": RATE * max(float(value.detach().square().mean().sqrt()), 1e-3),
             "lr": 0.0,
         }
-        for pupil in pupils
+        for modules in pupils.values()
+        for pupil in modules
         for value in pupil.values.values()
     ]
