@@ -15,6 +15,7 @@ from mapper.capture import accumulate
 from mapper.capture.model import CapturedModel, build_cache
 from mapper.capture.stored import StoredPairs, recognise, value_table
 from mapper.capture.texts import Document, read_documents, render
+from mapper.direction import TOLERANCE
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.keys import Namespace, page_keys
 from mapper.methods import distill
@@ -51,7 +52,8 @@ def test_auto_distils_and_is_evaluated(pair) -> None:
     assert distilled["steps"] >= 1
     before, after = distilled["held_out_kl_before"], distilled["held_out_kl_after"]
     assert set(before) == {f"{kind}, tail {tail}" for kind in ("chat", "prose") for tail in (0, 64)}
-    assert distilled["kept"] == all(after[kind] < before[kind] for kind in before)
+    within = all(after[kind] < before[kind] + TOLERANCE for kind in before)
+    assert distilled["kept"] == (within and sum(after.values()) < sum(before.values()))
     assert manifest.calibration.skipped["of another split"] == 10
     assert manifest.sink_token_ids == [1]
     assert manifest.parameters <= budget
