@@ -234,8 +234,10 @@ class _Job:
             page = k[:, rows], v[:, rows], positions[rows]
             if index and (at == 0 or indices[at - 1] != index - 1):
                 before = self.source.read([self.source_keys[index - 1]], mapped=True)
-                there = before if before[0].shape[1] else tuple(part[:, :1] for part in page[:2])
-                parts.append((*(part[:, -1:] for part in there), page[2][:1] - 1))
+                if before[0].shape[1]:
+                    parts.append((*(part[:, -1:] for part in before), page[2][:1] - 1))
+                else:
+                    parts.append((page[0][:, :1], page[1][:, :1], page[2][:1]))
                 own.append(torch.zeros(1, dtype=torch.bool))
             parts.append(page)
             own.append(torch.ones(size, dtype=torch.bool))

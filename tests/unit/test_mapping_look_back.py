@@ -215,7 +215,7 @@ def test_what_is_before_may_be_mapped_or_missing(tmp_path):
     assert node.transfer()["mapped_tokens"] == 2 * service.PAGE
     assert torch.allclose(node.key("large", 8, service.LOSSY), node.key("small", 7), atol=1e-4)
     assert torch.allclose(node.key("large", 25, service.LOSSY), node.key("small", 24), atol=1e-4)
-    assert node.key("large", 24, service.LOSSY).isfinite().all()
+    assert torch.allclose(node.key("large", 24, service.LOSSY), node.key("small", 24), atol=1e-4)
 
 
 def test_sums_of_heads_alone_look_back_within_them() -> None:
