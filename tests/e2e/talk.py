@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,10 +11,12 @@ import httpx
 from openai import OpenAI
 
 from deploy.local import LocalStack
+from mapper.keys import Namespace, page_keys
 
 _numbers = itertools.count()
 # Tokens that all conversations of a tenant share: the chat template's own system prompt.
 SHARED = 32
+PAGE = 16
 ADMIN_KEY = "the-admin-key"
 
 
@@ -64,6 +67,18 @@ class Conversation:
             usage.prompt_tokens,
             (details.cached_tokens or 0) if details else 0,
         )
+
+    def settle(self) -> None:
+        """Waits for the pages of the last turn: a worker writes them after it has answered."""
+        ids = token_ids(self.stack, "large", self.messages)
+        namespace = Namespace(lineage(self.stack, self.session), "default")
+        # The last page or two hold what follows the answer, which no worker has read yet.
+        last = page_keys(ids, PAGE, namespace)[-3]
+        for _ in range(300):
+            if any(self.stack.config.store_folder.rglob(f"{last}.*.kv")):
+                return
+            time.sleep(0.1)
+        raise AssertionError("the worker has not written the pages of its last turn")
 
 
 def session(stack: LocalStack, id: str) -> dict[str, Any]:

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.e2e
 def talk(real_stack, document, request):
     talk = Conversation(real_stack, f"{request.node.name}. {document[:2500]}")
     talk.turn("When was the line opened?", "small")
+    talk.settle()
     return talk
 
 
@@ -64,9 +65,9 @@ def test_a_worker_that_restarts_with_an_empty_pool_restores_from_the_store(real_
 
 
 def test_a_gateway_that_is_killed_goes_on_with_the_same_lineage(real_stack, talk):
-    talk.turn("Which engine was first?", "large")
+    applied = talk.turn("Which engine was first?", "large")
+    assert applied.headers["x-baton-kv"] == "applied", applied.headers["x-baton-kv-reason"]
     before = lineage(real_stack, talk.session)
-    assert before is not None
     real_stack.processes["gateway"].kill()
     real_stack.processes.pop("gateway").wait()
     real_stack.start_gateway()
@@ -78,7 +79,8 @@ def test_a_gateway_that_is_killed_goes_on_with_the_same_lineage(real_stack, talk
 
 
 def test_a_redis_that_is_killed_and_empty_begins_another_lineage(real_stack, talk):
-    talk.turn("Which engine was first?", "large")
+    applied = talk.turn("Which engine was first?", "large")
+    assert applied.headers["x-baton-kv"] == "applied", applied.headers["x-baton-kv-reason"]
     before = lineage(real_stack, talk.session)
     real_stack.processes["redis"].kill()
     real_stack.processes.pop("redis").wait()

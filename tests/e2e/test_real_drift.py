@@ -9,10 +9,9 @@ import httpx
 import pytest
 
 from mapper.keys import Namespace, page_keys
-from tests.e2e.talk import Conversation, lineage, metric, session, token_ids
+from tests.e2e.talk import PAGE, Conversation, lineage, metric, session, token_ids
 
 pytestmark = pytest.mark.e2e
-PAGE = 16
 
 
 def audited(stack, id, number):
@@ -41,6 +40,7 @@ def talk(real_stack, document):
     """A session whose switched turn was audited."""
     talk = Conversation(real_stack, f"Audited. {document[:2600]}", policy="audited", max_tokens=12)
     talk.turn("When was the line opened?", "small")
+    talk.settle()
     assert talk.turn("Which engine was first?", "large").headers["x-baton-kv"] == "applied"
     talk.lineage = lineage(real_stack, talk.session)
     talk.audited = audited(real_stack, talk.session, 2)
