@@ -162,8 +162,8 @@ class Artifact:
             Rotary.from_spec(self.manifest.source),
             Rotary.from_spec(self.manifest.target),
         )
-        looks_back = self.maps.looks_back(self.manifest.source.layers)
-        return KVMap(self.maps, source, target, looks_back=looks_back, device=device, dtype=dtype)
+        layers = self.manifest.source.layers
+        return KVMap(self.maps, source, target, source_layers=layers, device=device, dtype=dtype)
 
     def sink(self, token_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Exact k, v [target_layers, kv_heads, head_dim] of `token_id` at position 0, if known."""

@@ -25,7 +25,7 @@ from mapper.capture.texts import first_documents, first_tokens, read_documents
 from mapper.direction import Options, Text, save_direction, sink_table
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.methods.attended import Refit
-from mapper.methods.fit import HEAD_LOCAL, LOOK_BACK, Method, columns
+from mapper.methods.fit import HEAD_LOCAL, WIDE, Method, columns
 from mapper.methods.ridge import require_rows
 from mapper.moments import Moments, PairShape
 from mapper.spec import ModelSpec
@@ -120,7 +120,7 @@ def run(
         specs[1].layers,
         specs[0].kv_heads,
         specs[0].head_dim,
-        look_back=method in LOOK_BACK,
+        wide=method in WIDE,
     )
     others = [Moments.load(path) for path in merge]
     rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)

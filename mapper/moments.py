@@ -19,6 +19,8 @@ from safetensors.torch import save_file
 from mapper.errors import CalibrationError
 
 KINDS = ("k", "v")
+# Parts of wide inputs, each as many layers as the source has.
+PARTS = {"k": 4, "v": 2}
 _FORMAT = "baton-moments-2"
 
 
@@ -26,22 +28,22 @@ _FORMAT = "baton-moments-2"
 class PairShape:
     """The numbers that two caches' moments depend on.
 
-    `look_back`: a key's inputs are the keys of the token before as well.
+    `wide`: inputs are all of `wide_inputs` (`methods/base.py`), not only keys for keys and values for values.
     """
 
     source_layers: int
     target_layers: int
     kv_heads: int
     head_dim: int
-    look_back: bool = False
+    wide: bool = False
 
     @property
     def layer_width(self) -> int:
         return self.kv_heads * self.head_dim
 
     def inputs(self, kind: str) -> int:
-        """Layers that a map of this kind may read, those of the token before among them."""
-        return self.source_layers * (2 if self.look_back and kind == "k" else 1)
+        """Layers that a map of this kind may read, each part of wide inputs counted."""
+        return self.source_layers * (PARTS[kind] if self.wide else 1)
 
     def outputs(self, kind: str, *, both: bool) -> int:
         """Target layers, and for both directions what the other one's maps may read."""
@@ -168,8 +170,8 @@ class Moments:
         target: dict[str, torch.Tensor],
         tokens: int,
     ) -> None:
-        """Adds rows of one document: tensors [layers, rows, kv_heads, head_dim] by kind, keys `with_previous` if the
-        shape looks back.
+        """Adds rows of one document: tensors [layers, rows, kv_heads, head_dim] by kind, `wide_inputs` if the shape is
+        wide.
 
         Raises:
             CalibrationError: a value is not finite (one would spoil every sum).

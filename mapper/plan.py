@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mapper import presets
-from mapper.methods.fit import LOOK_BACK
+from mapper.methods.fit import WIDE
 from mapper.moments import PairShape
 from mapper.presets import Preset
 
@@ -59,7 +59,7 @@ def plan_method(preset: Preset, method: str) -> MethodPlan:
         target.layers,
         target.kv_heads,
         target.head_dim,
-        look_back=method in LOOK_BACK,
+        wide=method in WIDE,
     )
     return MethodPlan(
         method=method,

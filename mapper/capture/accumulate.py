@@ -49,7 +49,7 @@ def accumulate(
         task = bar.add_task("tokens", total=sum(len(document.ids) for document in documents))
         bar.advance(task, sum(moments.documents.values()))
         for pair in capture(*models, left):
-            rows = pair.rows(stride, look_back=shape.look_back)
+            rows = pair.rows(stride, wide=shape.wide)
             moments.add(pair.digest, *rows, tokens=len(pair.positions))
             bar.advance(task, len(pair.positions))
             if time.monotonic() - saved_at > _CHECKPOINT_SECONDS:
@@ -69,7 +69,7 @@ def add_stored(
     before = moments.rows
     for one in stored:
         paired = one.pair((models[0].rotary, models[1].rotary))
-        rows = paired.rows(stride, look_back=moments.shape.look_back)
+        rows = paired.rows(stride, wide=moments.shape.wide)
         moments.add(paired.digest, *rows, tokens=len(paired.positions))
     console.print(
         f"{moments.rows - before} rows from the store; pages left out: {dict(stored.skipped)}"

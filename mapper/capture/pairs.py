@@ -11,7 +11,7 @@ import torch
 
 from mapper.capture.model import CapturedModel, Prefill
 from mapper.capture.texts import Document
-from mapper.methods.base import by_head, with_previous
+from mapper.methods.base import by_head, wide_inputs
 from mapper.rotary import Rotary
 
 # Positions of a document whose queries are kept.
@@ -33,28 +33,29 @@ class Pair:
     native: Prefill
 
     def rows(
-        self, stride: int, *, look_back: bool
+        self, stride: int, *, wide: bool
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         """Every `stride`-th token of both sides, never position 0: the attention sink's cache
-        is unlike any other token's, and it is not mapped. With `look_back`, keys are `with_previous`, and a token
+        is unlike any other token's, and it is not mapped. With `wide`, they are `wide_inputs`, and a token
         whose predecessor is not in the pair is left out."""
         start = int(self.digest[:8], 16) % stride
         chosen = torch.arange(start, len(self.positions), stride)
         there = self.positions > 0
-        if look_back:
+        if wide:
             there[1:] &= self.positions.diff() == 1
             there[0] = False
         chosen = chosen[there[chosen]]
 
         def of(side: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            keys = with_previous(side["k"]) if look_back else side["k"]
-            return {"k": keys[:, chosen], "v": side["v"][:, chosen]}
+            inputs = wide_inputs(side["k"], side["v"]) if wide else side
+            return {kind: rows[:, chosen] for kind, rows in inputs.items()}
 
         return of(self.source), of(self.target)
 
     def features(self) -> dict[str, torch.Tensor]:
         """What maps read of the source."""
-        return {"k": by_head(with_previous(self.source["k"])), "v": by_head(self.source["v"])}
+        inputs = wide_inputs(self.source["k"], self.source["v"])
+        return {kind: by_head(rows) for kind, rows in inputs.items()}
 
 
 @dataclass(frozen=True)

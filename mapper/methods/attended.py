@@ -180,11 +180,10 @@ def _mixed(plain: System, weighted: Weighted, share: float) -> System:
     y = (1 - share) * plain.y_mean + other * weighted.y
     outer = plain.xx + plain.rows * torch.outer(plain.x_mean, plain.x_mean)
     cross = plain.xy + plain.rows * torch.outer(plain.x_mean, plain.y_mean)
-    return System(
+    return replace(
+        plain,
         xx=own * outer + other * weighted.xx - torch.outer(x, x),
         xy=own * cross + other * weighted.xy - torch.outer(x, y),
-        yy=plain.yy,
         x_mean=x,
         y_mean=y,
-        rows=plain.rows,
     )

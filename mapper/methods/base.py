@@ -15,7 +15,8 @@ from mapper.rotary import Rotary
 CHUNK_TOKENS = 512
 
 
-# What maps read: the source's un-rotated keys ("k", `with_previous`) and values ("v"), each as `by_head` lays it out.
+# What maps of keys ("k") and of values ("v") read: the source's un-rotated keys, its values, or `wide_inputs`, each as
+# `by_head` lays it out.
 Features = Mapping[str, torch.Tensor]
 
 
@@ -40,8 +41,8 @@ class AffineMap:
     itself (head-local, arXiv 2609.00891) and [1, kv_heads * k * head_dim, kv_heads * head_dim]
     when it sees all heads (arXiv 2608.03893); `bias` [kv_heads, head_dim].
 
-    Input rows are head-major: (head, selected layer, dimension). A key map's `layers` from the source's number of
-    layers on are those of the token before (`with_previous`).
+    Input rows are head-major: (head, selected layer, dimension). `layers` count on from the source's own in the order of
+    `wide_inputs`.
     """
 
     layers: tuple[int, ...]
@@ -110,9 +111,13 @@ class CacheMap:
     def parameters(self) -> int:
         return sum(layer.parameters for layer in (*self.k, *self.v))
 
+    def wide(self, source_layers: int) -> bool:
+        """Whether a key or value is made of more than the source's keys or values of its token."""
+        return any(max(layer.reads) >= source_layers for layer in (*self.k, *self.v))
+
     def looks_back(self, source_layers: int) -> bool:
         """Whether a key is made of the token before as well."""
-        return any(max(layer.reads) >= source_layers for layer in self.k)
+        return any(read // source_layers % 2 for layer in self.k for read in layer.reads)
 
 
 class KVMap:
@@ -127,11 +132,12 @@ class KVMap:
         source: Rotary,
         target: Rotary,
         *,
-        looks_back: bool = False,
+        source_layers: int,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.looks_back = looks_back
+        self.looks_back = maps.looks_back(source_layers)
+        self._wide = maps.wide(source_layers)
         self._k = [layer.to(device, dtype) for layer in maps.k]
         self._v = [layer.to(device, dtype) for layer in maps.v]
         self._norms = None if maps.key_norms is None else maps.key_norms.float().to(device)
@@ -160,20 +166,21 @@ class KVMap:
         for start in range(0, k.shape[1], CHUNK_TOKENS):
             part = slice(start, start + CHUNK_TOKENS)
             before = slice(max(start - 1, 0), start + CHUNK_TOKENS)
-            keys = self._keys(k[:, before], positions[before])
-            out_k[:, part] = keys[:, part.start - before.start :]
-            values = {"v": by_head(v[:, part].to(self._dtype))}
-            out_v[:, part] = map_layers(self._v, values, "v")
+            mapped = self._map(k[:, before], v[:, before], positions[before])
+            for out, rows in zip((out_k, out_v), mapped, strict=True):
+                out[:, part] = rows[:, part.start - before.start :]
         return out_k, out_v
 
-    def _keys(self, k: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        unrotated = self._source.undo(k.float(), positions).to(self._dtype)
-        if self.looks_back:
-            unrotated = with_previous(unrotated)
-        keys = map_layers(self._k, {"k": by_head(unrotated)}, "k")
+    def _map(
+        self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = self._source.undo(k.float(), positions).to(self._dtype), v.to(self._dtype)
+        inputs = wide_inputs(k, v) if self._wide else {"k": k, "v": v}
+        features = {kind: by_head(rows) for kind, rows in inputs.items()}
+        keys = map_layers(self._k, features, "k")
         if self._norms is not None:
             keys = on_norm_sphere(keys, self._norms)
-        return self._target.apply(keys, positions)
+        return self._target.apply(keys, positions), map_layers(self._v, features, "v")
 
 
 class IdentityMap:
@@ -195,14 +202,21 @@ def map_layers(maps: Sequence[LayerMap], features: Features, kind: str) -> torch
     return torch.stack([layer_map(features, kind).transpose(0, 1) for layer_map in maps])
 
 
-def with_previous(keys: torch.Tensor) -> torch.Tensor:
-    """[layers, rows, heads, head_dim] -> [2 * layers, rows, heads, head_dim]: a row's own layers, then those of the row
-    before it (the first row's own once more).
+def wide_inputs(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All that a row's key and value may be made of, from [layers, rows, heads, head_dim] of un-rotated keys and values.
 
-    The keys of induction heads are made of the token before (Olsson et al. 2022); a source that has no such head at the
-    right depth has not moved it to where the target wants to find it.
+    A key's ("k"), [4 * layers, rows, heads, head_dim]: the row's keys, those of the row before (the first row stands for
+    its own predecessor), its values, those of the row before. A value's ("v"), [2 * layers, rows, heads, head_dim]: the
+    row's values, its keys. Keys and values of a layer are two projections of one hidden state: each knows what the other
+    does not. The keys of induction heads are made of the token before (Olsson et al. 2022), by way of its values; a
+    source that has no such head at the right depth has not moved it to where the target wants to find it.
     """
-    return torch.cat((keys, torch.cat((keys[:, :1], keys[:, :-1]), dim=1)))
+    key = [part for own in (keys, values) for part in (own, _previous(own))]
+    return {"k": torch.cat(key), "v": torch.cat((values, keys))}
+
+
+def _previous(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cat((rows[:, :1], rows[:, :-1]), dim=1)
 
 
 def by_head(features: torch.Tensor) -> torch.Tensor:

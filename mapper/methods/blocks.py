@@ -77,11 +77,17 @@ class BlockSearch:
         outputs = torch.arange(shape.target_layers * shape.layer_width)
         whole = equations(moments, kind, inputs, outputs)
         count, width = len(self.names), self.width
-        xx = whole.xx + ridge * whole.xx.diagonal().mean() * torch.eye(len(inputs))
+        # In place: with wide inputs this is the largest tensor of a calibration, after the sums themselves.
+        xx = whole.xx
+        xx.diagonal().add_(ridge * whole.scale)
         own = torch.stack([xx[i : i + width, i : i + width] for i in range(0, len(xx), width)])
         whiten = torch.linalg.inv(torch.linalg.cholesky(own))
-        for _ in range(2):  # rows, then columns
-            xx = torch.bmm(whiten, xx.view(count, width, -1)).view_as(xx).mT.contiguous()
+        for index in range(count):
+            rows = slice(index * width, (index + 1) * width)
+            xx[rows] = whiten[index] @ xx[rows]
+        for index in range(count):
+            columns = slice(index * width, (index + 1) * width)
+            xx[:, columns] = xx[:, columns] @ whiten[index].mT
         self.xx = xx.float()
         self.xy = torch.bmm(whiten, whole.xy.view(count, width, -1)).view_as(whole.xy).float()
 

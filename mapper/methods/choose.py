@@ -6,6 +6,7 @@ currency of the target's next-token distribution (`select.Score.felt`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ from mapper.methods.ridge import fit_layer, rank_layers
 from mapper.methods.select import HeldOut
 from mapper.moments import KINDS, Moments
 
-# Source layers read by head-local and all-head candidates, by all-head ones that read the token before as well, and
-# blocks a head of block maps.
-HEAD_LOCAL, ALL_HEAD, LOOK_BACK, BLOCKS = (3, 8), (3, 6, 10), (3, 6), (2, 4, 6, 9, 14, 20)
+# Source layers read by head-local and all-head candidates, by all-head ones of wide inputs, and blocks a head of block
+# maps.
+HEAD_LOCAL, ALL_HEAD, WIDE, BLOCKS = (3, 8), (3, 6, 10), (3, 6), (2, 4, 6, 9, 14, 20, 30)
+# Parts of wide inputs that all-head candidates read of their layers: of keys those of both tokens, and everything; of
+# values everything.
+WIDE_PARTS = {"k": ((0, 1), (0, 1, 2, 3)), "v": ((0, 1),)}
 # With fewer rows a coefficient, the choice is one of noise.
 ROWS_PER_COLUMN = 2
 
@@ -107,9 +111,10 @@ def _candidates(
         for k in sorted({min(k, shape.source_layers) for k in sizes})
         if fits(k, shape.head_dim if local else shape.layer_width, shape.source_layers)
     ]
-    for k in sorted({min(k, shape.source_layers) for k in LOOK_BACK}):
+    sizes = sorted({min(k, shape.source_layers) for k in WIDE})
+    for k, parts in itertools.product(sizes, WIDE_PARTS[kind]):
         own = ranks[False][layer][:k]
-        read = [*own, *(shape.source_layers + one for one in own)]
+        read = [part * shape.source_layers + one for part in parts for one in own]
         there = max(read) < shape.inputs(kind)
         if there and fits(len(read), shape.layer_width, shape.inputs(kind)):
             found.append(fit_layer(moments, kind, read, layer, head_local=False, ridge=ridge))

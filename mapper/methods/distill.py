@@ -30,7 +30,7 @@ from mapper.methods.base import (
     by_head,
     map_layers,
     on_norm_sphere,
-    with_previous,
+    wide_inputs,
 )
 from mapper.methods.forward_kl import forward_kl
 from mapper.methods.parallel import item_threads, set_mean_gradient
@@ -46,15 +46,17 @@ TAILS = (0, 64)
 HAND_OVERS = {0: 8, 64: 4}
 # The shortest prefix before a hand-over.
 SHORTEST_PREFIX = 32
-# Prefilling a document on both models costs as much as a step with it: so many are kept at a time, and each is taught
-# so often, at other places, before the next ones are prefilled.
+# Prefilling a document on both models costs half as much as a step with it: so many are kept at a time, and each is
+# taught so often, at other places, before the next ones are prefilled.
 KEPT = 32
-VISITS = 4
+VISITS = 2
 # Kinds of documents in turn, however many there are of each: a map that is not better on all of them is not kept.
 TURNS = ("chat", "recall", "chat", "prose")
 WARM_UP = 20
 # Step of the optimiser relative to the size of what it changes.
-RATE = 3e-3
+RATE = 2e-3
+# What a new loss counts in the running mean of its kind of text and tail.
+RECENT = 0.05
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,11 @@ class Classroom:
 
     @torch.no_grad()
     def features(self, document: Document) -> dict[str, torch.Tensor]:
-        """The source's un-rotated keys and its values, [heads, tokens, layers, head_dim]."""
+        """What maps read of the source, [heads, tokens, layers, head_dim]."""
         theirs = self.source.prefill(document.ids)
         unrotated = self.source.rotary.undo(theirs.k, torch.arange(len(document.ids)))
-        return {"k": by_head(with_previous(unrotated)), "v": by_head(theirs.v)}
+        inputs = wide_inputs(unrotated, theirs.v)
+        return {kind: by_head(rows) for kind, rows in inputs.items()}
 
     @torch.no_grad()
     def lesson(self, document: Document) -> Lesson:
@@ -192,10 +195,13 @@ def distill(
     optimiser = torch.optim.Adam(_groups(pupils), betas=(0.9, 0.98))
     parameters = [p for group in optimiser.param_groups for p in group["params"]]
 
+    balance = Balance()
+
     def gradient(lesson: Lesson, places: list[int], tail: int) -> tuple[torch.Tensor, ...]:
         seen = replace(lesson, features=coordinates.features(lesson.features))
         loss = classroom.loss(pupils, maps.key_norms, seen, places, tail=tail)
-        return torch.autograd.grad(loss, parameters)
+        weight = balance.weight((lesson.document.kind, tail), float(loss.detach()))
+        return torch.autograd.grad(weight * loss, parameters)
 
     started, step = time.monotonic(), 0
     with item_threads(DOCUMENTS) as threads:
@@ -223,6 +229,23 @@ def distill(
         for kind in KINDS
     )
     return CacheMap(*trained, maps.key_norms), step
+
+
+class Balance:
+    """Weights that keep the kinds of text with the largest KL from having nearly all of the gradient.
+
+    Quotes have thirty times the KL of an answer behind a native tail. Each loss counts by the inverse root of the running
+    mean of its kind and tail: halfway between the nats themselves, where the small ones rise unseen, and their
+    logarithms, by which the large ones hardly fall.
+    """
+
+    def __init__(self) -> None:
+        self._means: dict[tuple[str, int], float] = {}
+
+    def weight(self, which: tuple[str, int], loss: float) -> float:
+        before = self._means.get(which, loss)
+        self._means[which] = before + RECENT * (loss - before)
+        return max(self._means[which], 1e-4) ** -0.5
 
 
 def between(start: CacheMap, end: CacheMap, share: float) -> CacheMap:

@@ -17,8 +17,8 @@ from mapper.moments import KINDS, Moments
 
 Method = Literal["auto", "all-head", "head-local", "blocks", "mlp", "identity"]
 METHODS = get_args(Method)
-# Methods whose key maps may read the token before.
-LOOK_BACK = ("auto", "blocks")
+# Methods whose maps may read all of `wide_inputs`.
+WIDE = ("auto", "blocks")
 # Methods whose maps need no sums between different heads.
 HEAD_LOCAL = ("head-local", "mlp")
 

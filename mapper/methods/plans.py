@@ -11,6 +11,7 @@ from mapper.errors import BadArtifact
 from mapper.methods.base import AffineMap, LayerMap
 from mapper.methods.blocks import BlockMap
 from mapper.methods.mlp import MlpMap
+from mapper.moments import PARTS
 from mapper.spec import ModelSpec
 
 
@@ -20,8 +21,8 @@ class LayerPlan(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     form: Literal["all-head", "head-local", "blocks", "mlp"]
-    # Source layers read, but for blocks: there (source layer, source head) of each target head. Of keys, layers from
-    # the source's number on are those of the token before.
+    # Source layers read, but for blocks: there (source layer, source head) of each target head; both
+    # count on from the source's own in the order of `wide_inputs`.
     layers: list[int] = Field(default_factory=list)
     blocks: list[list[tuple[int, int]]] = Field(default_factory=list)
     ridge: float | None = None
@@ -53,7 +54,7 @@ def layer_map(
     blocks = [block for part in plan.blocks for block in part]
     read = {layer for layer, _ in blocks} | set(plan.layers)
     heads_read = {head for _, head in blocks}
-    there = source.layers * (2 if prefix.startswith("k.") else 1)
+    there = source.layers * PARTS[prefix[0]]
     if not read <= set(range(there)) or not heads_read <= set(range(heads)):
         raise BadArtifact(f"{prefix} reads {plan} of {source.layers} source layers")
     own = {

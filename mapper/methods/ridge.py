@@ -14,7 +14,8 @@ from mapper.moments import KINDS, Moments, PairShape
 
 @dataclass(frozen=True)
 class System:
-    """Centred normal equations of one regression: xx [p, p], xy [p, q], yy [q], means."""
+    """Centred normal equations of one regression: xx [p, p], xy [p, q], yy [q], means; `parts` [p], which part of wide
+    inputs each column is of."""
 
     xx: torch.Tensor
     xy: torch.Tensor
@@ -22,17 +23,25 @@ class System:
     x_mean: torch.Tensor
     y_mean: torch.Tensor
     rows: float
+    parts: torch.Tensor
+
+    @property
+    def scale(self) -> torch.Tensor:
+        """[p], what a ridge is relative to: the mean diagonal of xx over the columns of the same part. Keys vary by
+        orders of magnitude more than values, which a common mean would all but switch off."""
+        diagonal = self.xx.diagonal()
+        totals = diagonal.new_zeros(int(self.parts.max()) + 1).index_add(0, self.parts, diagonal)
+        return (totals / self.parts.bincount().clamp_min(1))[self.parts]
 
     def solve(self, ridge: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """W [p, q] and b [q] in fp64 that minimise |xW + b - y|^2 + ridge * mean diag(xx) |W|^2.
+        """W [p, q] and b [q] in fp64 that minimise |xW + b - y|^2 + ridge * |W|^2, rows of W weighted by `scale`.
 
         Raises:
             CalibrationError: no more rows than columns, or the system is singular.
         """
         columns = self.xx.shape[0]
         require_rows(self.rows, columns)
-        penalty = ridge * self.xx.diagonal().mean()
-        matrix = self.xx + penalty * torch.eye(columns, dtype=torch.float64)
+        matrix = self.xx + torch.diag(ridge * self.scale)
         factor, failed = torch.linalg.cholesky_ex(matrix)
         if failed:
             raise CalibrationError(
@@ -71,16 +80,18 @@ def equations(moments: Moments, kind: str, inputs: torch.Tensor, outputs: torch.
         CalibrationError: moments for head-local maps cannot say how heads relate.
     """
     sums, rows, group = moments.sums[kind], moments.rows, 0
+    parts = inputs // (moments.shape.source_layers * moments.shape.layer_width)
     if moments.head_local:
         group, inputs, outputs = _within_head(moments.shape, inputs, outputs)
     x_mean, y_mean = sums.x[group, inputs] / rows, sums.y[group, outputs] / rows
     return System(
-        xx=sums.xx[group][inputs[:, None], inputs] - rows * torch.outer(x_mean, x_mean),
-        xy=sums.xy[group][inputs[:, None], outputs] - rows * torch.outer(x_mean, y_mean),
+        xx=sums.xx[group][inputs[:, None], inputs].addr_(x_mean, x_mean, alpha=-rows),
+        xy=sums.xy[group][inputs[:, None], outputs].addr_(x_mean, y_mean, alpha=-rows),
         yy=sums.yy[group, outputs] - rows * y_mean.square(),
         x_mean=x_mean,
         y_mean=y_mean,
         rows=rows,
+        parts=parts,
     )
 
 

@@ -262,6 +262,20 @@ def test_a_network_is_saved_and_maps_the_same(pair, monkeypatch) -> None:
     assert artifact.compile().apply(k, v, torch.arange(5))[0].shape == (3, 5, 2, 8)
 
 
+def test_kinds_of_text_with_a_small_kl_are_not_drowned() -> None:
+    """Thirty times the loss, five times the part in the gradient; what has fallen counts more than before."""
+    balance = distill.Balance()
+    loud, quiet = (("recall", 0), 0.36), (("chat", 64), 0.012)
+    parts = [one[1] * balance.weight(*one) for one in (loud, quiet)]
+    assert parts == pytest.approx([0.36**0.5, 0.012**0.5])
+    once = balance.weight(("recall", 0), 0.36)
+    for _ in range(200):
+        later = balance.weight(("recall", 0), 0.09)
+    assert later == pytest.approx(2 * once, rel=0.01)
+    assert balance.weight(*quiet) == pytest.approx(0.012**-0.5)
+    assert balance.weight(("prose", 0), 0.0) == 100
+
+
 def test_distillation_rehearses_quotes_where_the_text_has_sentences(pair) -> None:
     generator = torch.Generator().manual_seed(5)
     texts = (" ".join(f"{say(generator, 9)} ." for _ in range(18)) for _ in range(24))

@@ -44,7 +44,7 @@ def paired(rows: int, *, seed: int = 0, noise: float = 0.01, bend: bool = False)
 def moments_of(*pairs: Pair) -> Moments:
     moments = Moments.empty(SHAPE, "a->b")
     for pair in pairs:
-        moments.add(pair.digest, *pair.rows(1, look_back=False), tokens=len(pair.positions))
+        moments.add(pair.digest, *pair.rows(1, wide=False), tokens=len(pair.positions))
     return moments
 
 

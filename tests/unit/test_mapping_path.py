@@ -134,7 +134,7 @@ def fit(source, target, head_local: bool) -> tuple[KVMap, CacheMap]:
             torch.arange(LENGTH),
             rotaries,
         )
-        moments.add(one.digest, *one.rows(stride=1, look_back=False), tokens=LENGTH)
+        moments.add(one.digest, *one.rows(stride=1, wide=False), tokens=LENGTH)
     maps = {
         kind: [
             fit_layer(moments, kind, range(3), layer, head_local=head_local, ridge=1e-7)
@@ -148,7 +148,7 @@ def fit(source, target, head_local: bool) -> tuple[KVMap, CacheMap]:
             [layer.self_attn.k_norm.weight for layer in target.model.layers]
         ).detach()
     cache_map = CacheMap(maps["k"], maps["v"], norms)
-    return KVMap(cache_map, *rotaries), cache_map
+    return KVMap(cache_map, *rotaries, source_layers=3), cache_map
 
 
 def divergence(expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -197,7 +197,7 @@ def test_head_local_cannot_express_a_mix_of_heads(family: str) -> None:
 def test_without_the_second_rotation_the_relation_is_lost() -> None:
     source, target = planted_pair("ministral3")
     _, cache_map = fit(source, target, head_local=False)
-    wrong = KVMap(cache_map, Rotary(source.config), Rotary(source.config))
+    wrong = KVMap(cache_map, Rotary(source.config), Rotary(source.config), source_layers=3)
     ids = torch.randint(0, 97, (4 * LENGTH,), generator=torch.Generator().manual_seed(5))
     theirs, native = prefill(source, ids), prefill(target, ids)
     k, v = wrong.apply(theirs.k, theirs.v, torch.arange(4 * LENGTH))

@@ -153,7 +153,7 @@ def test_a_map_gives_a_position_the_same_whatever_was_loaded_before(models, keys
             for read in (keys_read, (0, 1))
         )
     )
-    kv_map = KVMap(maps, *(model.rotary for model in models[:2]), looks_back=maps.looks_back(2))
+    kv_map = KVMap(maps, *(model.rotary for model in models[:2]), source_layers=2)
     assert kv_map.looks_back == (3 in keys_read)
     mapped = arms.Arm("mapped", "variant", arms._mapped(kv_map))
     prompt = ids(90)
