@@ -50,6 +50,7 @@ def run(
     ridge: float = 1e-4,
     budget: int | None = None,
     refit: Refit | None = None,
+    narrow: bool = False,
     distill_seconds: float = 0,
     tokens: int = 60_000,
     length: int = 1024,
@@ -77,6 +78,8 @@ def run(
         budget: parameters that "auto" may spend; None: an eighth of the target's layers'.
         refit: "repair" weights rows by the attention they get, "attention" fits values to
             attention's mixtures as well; a second pass, taken layer by layer where it helps.
+        narrow: keys are made of keys and values of values of the same token, by all methods; without it "auto" and
+            "blocks" may read more (`wide_inputs` in `methods/base.py`), from sums that are much larger.
         distill_seconds: time to train the maps on the target's KL; the result is kept only if
             it is lower on held-out text of every kind.
         tokens: how many tokens of text to use at most.
@@ -120,7 +123,7 @@ def run(
         specs[1].layers,
         specs[0].kv_heads,
         specs[0].head_dim,
-        wide=method in WIDE,
+        wide=method in WIDE and not narrow,
     )
     others = [Moments.load(path) for path in merge]
     rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from mapper import presets
@@ -16,14 +16,15 @@ METHODS = ("all-head", "head-local", "blocks")
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """One way to map the pair. Bytes are of fp32 tensors; `rows` is what the fit needs at least,
-    `share_of_prefill` the map's arithmetic over that of prefilling the same tokens."""
+    """One way to map the pair. Bytes are of fp32 tensors; `narrow_moments_bytes` those of the sums of a
+    calibration with `--narrow`; `rows` is what the fit needs at least, `share_of_prefill` the map's arithmetic over that of prefilling the same tokens."""
 
     method: str
     k: int
     parameters: int
     bytes: int
     moments_bytes: int
+    narrow_moments_bytes: int
     rows: int
     share_of_prefill: float
 
@@ -59,14 +60,15 @@ def plan_method(preset: Preset, method: str) -> MethodPlan:
         target.layers,
         target.kv_heads,
         target.head_dim,
-        wide=method in WIDE,
     )
+    local = method == "head-local"
     return MethodPlan(
         method=method,
         k=preset.k,
         parameters=parameters,
         bytes=_FP32 * parameters,
-        moments_bytes=shape.bytes(head_local=method == "head-local"),
+        moments_bytes=replace(shape, wide=method in WIDE).bytes(head_local=local),
+        narrow_moments_bytes=shape.bytes(head_local=local),
         rows=2 * inputs,
         share_of_prefill=2 * parameters / target.prefill_flops,
     )

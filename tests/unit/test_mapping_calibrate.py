@@ -276,6 +276,15 @@ def test_kinds_of_text_with_a_small_kl_are_not_drowned() -> None:
     assert balance.weight(("prose", 0), 0.0) == 100
 
 
+@pytest.mark.parametrize("narrow", [True, False])
+def test_narrow_maps_read_their_own_kind_and_token_alone(pair, narrow) -> None:
+    out = fit(pair, f"narrow-{narrow}", method="blocks", k=4, narrow=narrow, native_tail=0)
+    moments = Moments.load(accumulate.checkpoint_path(out))
+    assert moments.shape.wide != narrow
+    artifact = Artifact.load(out)
+    assert artifact.maps.wide(artifact.manifest.source.layers) != narrow
+
+
 def test_distillation_rehearses_quotes_where_the_text_has_sentences(pair) -> None:
     generator = torch.Generator().manual_seed(5)
     texts = (" ".join(f"{say(generator, 9)} ." for _ in range(18)) for _ in range(24))

@@ -21,7 +21,8 @@ def test_head_local_takes_an_eighth_at_eight_heads() -> None:
     assert full["parameters"] == 64 * 2 * (8 * 1024 * 1024 + 1024)
     assert local["parameters"] == pytest.approx(full["parameters"] / 8, rel=0.001)
     assert blocks["parameters"] == local["parameters"]
-    assert local["moments_bytes"] < blocks["moments_bytes"] / 7
+    assert local["moments_bytes"] < blocks["narrow_moments_bytes"] / 7
+    assert blocks["narrow_moments_bytes"] == full["moments_bytes"] < blocks["moments_bytes"] / 4
     assert local["share_of_prefill"] < full["share_of_prefill"] < 0.05
 
 
