@@ -16,8 +16,11 @@ METHODS = ("all-head", "head-local", "blocks")
 
 @dataclass(frozen=True)
 class MethodPlan:
-    """One way to map the pair. Bytes are of fp32 tensors; `narrow_moments_bytes` those of the sums of a
-    calibration with `--narrow`; `rows` is what the fit needs at least, `share_of_prefill` the map's arithmetic over that of prefilling the same tokens."""
+    """One way to map the pair.
+
+    Bytes are of fp32 tensors; `narrow_moments_bytes` those of the sums of a calibration with `--narrow`; `rows` is what the
+    fit needs at least, `share_of_prefill` the map's arithmetic over that of prefilling the same tokens.
+    """
 
     method: str
     k: int

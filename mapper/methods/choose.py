@@ -19,7 +19,7 @@ from mapper.moments import KINDS, Moments
 
 # Source layers read by head-local and all-head candidates, by all-head ones of wide inputs, and blocks a head of block
 # maps.
-HEAD_LOCAL, ALL_HEAD, WIDE, BLOCKS = (3, 8), (3, 6, 10), (3, 6), (2, 4, 6, 9, 14, 20, 30)
+HEAD_LOCAL, ALL_HEAD, ALL_HEAD_WIDE, BLOCKS = (3, 8), (3, 6, 10), (3, 6), (2, 4, 6, 9, 14, 20, 30)
 # Parts of wide inputs that all-head candidates read of their layers: of keys those of both tokens, and everything; of
 # values everything.
 WIDE_PARTS = {"k": ((0, 1), (0, 1, 2, 3)), "v": ((0, 1),)}
@@ -111,7 +111,7 @@ def _candidates(
         for k in sorted({min(k, shape.source_layers) for k in sizes})
         if fits(k, shape.head_dim if local else shape.layer_width, shape.source_layers)
     ]
-    sizes = sorted({min(k, shape.source_layers) for k in WIDE})
+    sizes = sorted({min(k, shape.source_layers) for k in ALL_HEAD_WIDE})
     for k, parts in itertools.product(sizes, WIDE_PARTS[kind]):
         own = ranks[False][layer][:k]
         read = [part * shape.source_layers + one for part in parts for one in own]
