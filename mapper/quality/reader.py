@@ -10,6 +10,7 @@ import torch
 from mapper.capture.model import CapturedModel
 from mapper.quality.arms import KV, Arm, Span
 from mapper.quality.batch import CacheBatch
+from mapper.rotary import Rotary
 
 # Longest run of tokens that the native splice computes at once; no divisor of a usual length.
 SPLICE_TOKENS = 83
@@ -35,9 +36,7 @@ class Reader:
         self.native = CacheBatch(target, 1, capacity)
         self.again = CacheBatch(target, 1, capacity)
         self.batch = CacheBatch(target, len(self.arms), capacity)
-        self._foreign = tuple(
-            part.repeat(1, capacity // part.shape[1] + 1, 1, 1)[:, :capacity] for part in foreign
-        )
+        self._foreign = _as_long(foreign, capacity, source.rotary)
         self._ids = torch.empty(0, dtype=torch.long)
         # How far each arm's cache, and the one computed again, hold the ids above.
         self._valid = [0] * len(self.arms)
@@ -88,6 +87,15 @@ class Reader:
             foreign_before=tuple(part[:, before:start] for part in self._foreign),
             again=again,
         )
+
+
+def _as_long(cache: KV, capacity: int, rotary: Rotary) -> KV:
+    """`cache` repeated, each key at the position where it stands now. Its first token, the attention sink, comes once."""
+    k, v = cache
+    length, at = k.shape[1], torch.arange(capacity)
+    rows = torch.where(at < length, at, 1 + (at - length) % (length - 1))
+    unrotated = rotary.undo(k, torch.arange(length))[:, rows]
+    return rotary.apply(unrotated, at), v[:, rows]
 
 
 def _common(one: torch.Tensor, other: torch.Tensor) -> int:
