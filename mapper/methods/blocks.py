@@ -83,11 +83,9 @@ class BlockSearch:
         own = torch.stack([xx[i : i + width, i : i + width] for i in range(0, len(xx), width)])
         whiten = torch.linalg.inv(torch.linalg.cholesky(own))
         for index in range(count):
-            rows = slice(index * width, (index + 1) * width)
-            xx[rows] = whiten[index] @ xx[rows]
-        for index in range(count):
-            columns = slice(index * width, (index + 1) * width)
-            xx[:, columns] = xx[:, columns] @ whiten[index].mT
+            block = slice(index * width, (index + 1) * width)
+            xx[block] = whiten[index] @ xx[block]
+            xx[:, block] = xx[:, block] @ whiten[index].mT
         self.xx = xx.float()
         self.xy = torch.bmm(whiten, whole.xy.view(count, width, -1)).view_as(whole.xy).float()
 

@@ -68,6 +68,7 @@ def test_a_gateway_that_is_killed_goes_on_with_the_same_lineage(real_stack, talk
     applied = talk.turn("Which engine was first?", "large")
     assert applied.headers["x-baton-kv"] == "applied", applied.headers["x-baton-kv-reason"]
     before = lineage(real_stack, talk.session)
+    assert before is not None
     real_stack.processes["gateway"].kill()
     real_stack.processes.pop("gateway").wait()
     real_stack.start_gateway()
