@@ -11,7 +11,7 @@ import torch
 
 from mapper.capture.model import CapturedModel, Prefill
 from mapper.capture.texts import Document
-from mapper.methods.base import by_head, wide_inputs
+from mapper.methods.base import as_features, wide_inputs
 from mapper.rotary import Rotary
 
 # Positions of a document whose queries are kept.
@@ -54,8 +54,7 @@ class Pair:
 
     def features(self) -> dict[str, torch.Tensor]:
         """What maps read of the source."""
-        inputs = wide_inputs(self.source["k"], self.source["v"])
-        return {kind: by_head(rows) for kind, rows in inputs.items()}
+        return as_features(wide_inputs(self.source["k"], self.source["v"]))
 
 
 @dataclass(frozen=True)

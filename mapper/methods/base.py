@@ -175,8 +175,7 @@ class KVMap:
         self, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self._source.undo(k.float(), positions).to(self._dtype), v.to(self._dtype)
-        inputs = wide_inputs(k, v) if self._wide else {"k": k, "v": v}
-        features = {kind: by_head(rows) for kind, rows in inputs.items()}
+        features = as_features(wide_inputs(k, v) if self._wide else {"k": k, "v": v})
         keys = map_layers(self._k, features, "k")
         if self._norms is not None:
             keys = on_norm_sphere(keys, self._norms)
@@ -217,6 +216,11 @@ def wide_inputs(keys: torch.Tensor, values: torch.Tensor) -> dict[str, torch.Ten
 
 def _previous(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat((rows[:, :1], rows[:, :-1]), dim=1)
+
+
+def as_features(inputs: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Inputs [layers, rows, heads, head_dim] by kind, as maps read them."""
+    return {kind: by_head(rows) for kind, rows in inputs.items()}
 
 
 def by_head(features: torch.Tensor) -> torch.Tensor:

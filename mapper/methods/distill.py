@@ -27,7 +27,7 @@ from mapper.capture.texts import Document
 from mapper.methods.base import (
     CacheMap,
     LayerMap,
-    by_head,
+    as_features,
     map_layers,
     on_norm_sphere,
     wide_inputs,
@@ -117,8 +117,7 @@ class Classroom:
         """What maps read of the source, [heads, tokens, layers, head_dim]."""
         theirs = self.source.prefill(document.ids)
         unrotated = self.source.rotary.undo(theirs.k, torch.arange(len(document.ids)))
-        inputs = wide_inputs(unrotated, theirs.v)
-        return {kind: by_head(rows) for kind, rows in inputs.items()}
+        return as_features(wide_inputs(unrotated, theirs.v))
 
     @torch.no_grad()
     def lesson(self, document: Document) -> Lesson:
