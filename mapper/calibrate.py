@@ -21,7 +21,7 @@ from mapper.capture.accumulate import (
 from mapper.capture.model import CapturedModel
 from mapper.capture.recall import recall_documents
 from mapper.capture.stored import StoredPairs
-from mapper.capture.texts import first_documents, first_tokens, read_documents
+from mapper.capture.texts import Document, first_documents, first_tokens, read_documents
 from mapper.direction import Options, Text, save_direction, sink_table
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.methods.attended import Refit
@@ -35,6 +35,9 @@ HELD_OUT_TOKENS = 8192
 # Text that distillation learns from, and quotes of it.
 LESSON_TOKENS = 600_000
 RECALL_TOKENS = 300_000
+# Held-out text of each kind that a distilled map is judged by. In four documents of dialogues there may be next to no
+# question that follows up on an answer, which is where a map is needed most behind a native tail.
+EXAM_TOKENS = 20_480
 _SEED = 0
 
 
@@ -151,15 +154,9 @@ def run(
 
 def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> Text:
     documents, skipped = read_documents(texts, tokenizer, length=length, seed=_SEED)
-    kinds = sorted({d.kind for d in documents})
-    held = [
-        one
-        for kind in kinds
-        for one in first_documents(
-            [d for d in documents if d.kind == kind and d.held_out(held_out)],
-            HELD_OUT_TOKENS // len(kinds),
-        )
-    ]
+    apart = [d for d in documents if d.held_out(held_out)]
+    kinds = {d.kind for d in documents}
+    held = _first_of_each_kind(apart, HELD_OUT_TOKENS // len(kinds))
     others = [d for d in documents if not d.held_out(held_out)]
     fit, lessons = (first_documents(others, limit) for limit in (tokens, LESSON_TOKENS))
     if not fit or not held:
@@ -169,17 +166,33 @@ def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> T
     for reason, count in skipped.items():
         if count:
             console.print(f"[yellow]{count} documents: {reason}[/]")
-    exam = recall_documents(held, tokenizer, length=length, seed=_SEED)
-    exam = first_documents(exam, HELD_OUT_TOKENS // len(kinds))
+    recall = recall_documents(held, tokenizer, length=length, seed=_SEED)
+    recall = first_documents(recall, HELD_OUT_TOKENS // len(kinds))
     left_out = {reason: count for reason, count in skipped.items() if count}
-    return Text(fit, held, exam, left_out, lessons)
+    exam = _first_of_each_kind(apart, EXAM_TOKENS)
+    return Text(fit, held, recall, left_out, lessons, exam)
+
+
+def _first_of_each_kind(documents: list[Document], tokens: int) -> list[Document]:
+    return [
+        one
+        for kind in sorted({d.kind for d in documents})
+        for one in first_documents([d for d in documents if d.kind == kind], tokens)
+    ]
 
 
 def _with_quotes(text: Text, tokenizer, length: int) -> Text:
-    # A text has several times as many tokens' worth of quotes as it has tokens.
-    quoted = first_documents(text.lessons, RECALL_TOKENS // 2)
-    recall = recall_documents(quoted, tokenizer, length=length, seed=_SEED)
-    return replace(text, lessons=[*text.lessons, *first_documents(recall, RECALL_TOKENS)])
+    def quotes(documents: Sequence[Document], tokens: int) -> list[Document]:
+        # A text has several times as many tokens' worth of quotes as it has tokens.
+        quoted = first_documents(list(documents), tokens // 2)
+        recall = recall_documents(quoted, tokenizer, length=length, seed=_SEED)
+        return first_documents(recall, tokens)
+
+    return replace(
+        text,
+        lessons=[*text.lessons, *quotes(text.lessons, RECALL_TOKENS)],
+        exam=[*text.exam, *quotes(text.exam, EXAM_TOKENS)],
+    )
 
 
 def _save_identity(

@@ -18,7 +18,7 @@ from mapper.capture.pairs import capture, log_spaced
 from mapper.capture.texts import Document, first_documents
 from mapper.methods.attended import QUERIES, Refit, attended_bytes
 from mapper.methods.base import CacheMap
-from mapper.methods.distill import TAILS, Classroom, Lesson, between, distill, evaluate
+from mapper.methods.distill import TAILS, Classroom, between, distill, evaluate
 from mapper.methods.fit import Method, fit, refit
 from mapper.methods.select import HeldOut
 from mapper.methods.tail import choose_tail, tail_curve
@@ -43,7 +43,7 @@ class Text:
     """Documents split into those to fit and those to choose by.
 
     `recall_exam` are quotes (`capture/recall.py`) of the held-out ones. For distillation alone: `lessons`, of those to
-    fit and further ones like them, with quotes of them.
+    fit and further ones like them, with quotes of them, and `exam`, more of those that are held out, with theirs.
     """
 
     fit: list[Document]
@@ -51,6 +51,7 @@ class Text:
     recall_exam: list[Document]
     skipped: dict[str, int]
     lessons: Sequence[Document] = ()
+    exam: Sequence[Document] = ()
 
 
 @dataclass(frozen=True)
@@ -83,14 +84,12 @@ def save_direction(
     tail = options.native_tail
     if options.distill_seconds or tail is None:
         classroom = Classroom(*models)
-        exam = list(map(classroom.lesson, text.held_out))
         if options.distill_seconds:
-            judged = exam + list(map(classroom.lesson, text.recall_exam))
-            maps, record = _distill(maps, classroom, text.lessons, judged, options.distill_seconds)
+            maps, record = _distill(maps, classroom, text, options.distill_seconds)
             selection["distilled"] = record
             steps += ["distilled"] if record["kept"] else []
         if tail is None:
-            curve = tail_curve(maps, classroom, exam, models[1])
+            curve = tail_curve(maps, classroom, text.held_out, models[1])
             selection["native_tail"] = [asdict(point) for point in curve]
             tail = choose_tail(curve)
     scores = [
@@ -148,27 +147,23 @@ def _fit(
 
 
 def _distill(
-    maps: CacheMap,
-    classroom: Classroom,
-    lessons: Sequence[Document],
-    exam: Sequence[Lesson],
-    seconds: float,
+    maps: CacheMap, classroom: Classroom, text: Text, seconds: float
 ) -> tuple[CacheMap, dict[str, Any]]:
     """The step from the map as it was towards the distilled one that lowers the KL of held-out text most, of those that
     raise it (by more than `TOLERANCE`) for no kind of text, with or without a native tail; if none does, the map as it
     was."""
-    before = _examine(maps, classroom, exam)
+    before = _examine(maps, classroom, text.exam)
     with progress() as bar:
         task = bar.add_task("distilling (s)", total=round(seconds))
         updated, steps = distill(
             maps,
             classroom,
-            lessons,
+            text.lessons,
             seconds=seconds,
             report=lambda at: bar.update(task, completed=at),
         )
     tried = {share: between(maps, updated, share) for share in SHARES}
-    after = {share: _examine(one, classroom, exam) for share, one in tried.items()}
+    after = {share: _examine(one, classroom, text.exam) for share, one in tried.items()}
     better = [
         share
         for share, kls in after.items()
@@ -184,6 +179,7 @@ def _distill(
     record = {
         "steps": steps,
         "share": share,
+        "held_out_documents": len(text.exam),
         "held_out_kl_before": before,
         "held_out_kl_after": after[share],
         "kept": bool(better),
@@ -191,13 +187,10 @@ def _distill(
     return (tried[share] if better else maps), record
 
 
-def _examine(maps: CacheMap, classroom: Classroom, exam: Sequence[Lesson]) -> dict[str, float]:
+def _examine(maps: CacheMap, classroom: Classroom, exam: Sequence[Document]) -> dict[str, float]:
     """KL by kind of text and native tail."""
-    return {
-        f"{kind}, tail {tail}": kl
-        for tail in TAILS
-        for kind, kl in evaluate(maps, classroom, exam, tail=tail).items()
-    }
+    kls = evaluate(maps, classroom, exam, TAILS)
+    return {f"{kind}, tail {tail}": kl for (kind, tail), kl in kls.items()}
 
 
 def key_norms(model: CapturedModel) -> torch.Tensor | None:

@@ -27,7 +27,8 @@ class Document:
 
     `digest` names its tokens. `origin` names the text it was cut from: windows of one text
     are never split between fitting and held-out. `kind` is "chat" or "prose"; of a chat,
-    `answers` are the positions where the assistant's answers begin.
+    `answers` are the positions where the assistant's answers begin, and `follow_ups` those of them
+    that answer a second or later question of one dialogue.
     """
 
     digest: str
@@ -35,6 +36,7 @@ class Document:
     ids: torch.Tensor
     kind: str = "prose"
     answers: tuple[int, ...] = ()
+    follow_ups: tuple[int, ...] = ()
 
     def held_out(self, share: float) -> bool:
         return int(self.origin[:8], 16) < share * 2**32
@@ -77,6 +79,7 @@ def read_documents(
                         torch.tensor(window.ids),
                         window.kind,
                         window.answers,
+                        window.follow_ups,
                     )
                 )
     if not documents:
@@ -123,6 +126,7 @@ class _Window:
     ids: list[int]
     kind: str = "prose"
     answers: tuple[int, ...] = ()
+    follow_ups: tuple[int, ...] = ()
 
 
 def _windows(
@@ -178,19 +182,28 @@ def _chained(
     """A dialogue with a system message begins a window: templates allow it at the start only."""
     chain: list[dict] = []
     ids: list[int] = []
+    # Places in the chain: of each answer, and of those to a second or later question.
+    answers: list[int] = []
+    follow_ups: list[int] = []
     for messages in [*dialogues, None]:
         full = len(ids) >= length
         if chain and (messages is None or full or messages[0]["role"] == "system"):
             skipped["cut at the window's end"] += len(ids) > length
-            answers = (
-                len(render(tokenizer, chain[:at], reply=True))
-                for at, message in enumerate(chain)
-                if message["role"] == "assistant"
+            begins = {at: len(render(tokenizer, chain[:at], reply=True)) for at in answers}
+            inside = (
+                tuple(begins[at] for at in which if begins[at] < length)
+                for which in (answers, follow_ups)
             )
-            inside = tuple(at for at in answers if at < length)
-            yield _Window(short_digest(json.dumps(chain)), ids[:length], "chat", inside)
-            chain = []
+            yield _Window(short_digest(json.dumps(chain)), ids[:length], "chat", *inside)
+            chain, answers, follow_ups = [], [], []
         if messages is not None:
+            own = [
+                len(chain) + at
+                for at, message in enumerate(messages)
+                if message["role"] == "assistant"
+            ]
+            answers += own
+            follow_ups += own[1:]
             chain = [*chain, *messages]
             ids = render(tokenizer, chain)
 

@@ -288,19 +288,30 @@ def _taught(
                 yield lessons[at]
 
 
-@torch.no_grad()
 def evaluate(
-    maps: CacheMap, classroom: Classroom, lessons: Sequence[Lesson], *, tail: int = 0
-) -> dict[str, float]:
-    """Mean KL in nats per token after hand-overs, by kind of text: at the answers' beginnings of
-    dialogues, at evenly spread places of prose."""
-    pupils = {kind: list(map(Pupil, getattr(maps, kind))) for kind in ("k", "v")}
-    losses: dict[str, list[float]] = {}
-    for lesson in lessons:
-        places = exam_places(lesson.document)
-        loss = classroom.loss(pupils, maps.key_norms, lesson, places, tail=tail)
-        losses.setdefault(lesson.document.kind, []).append(float(loss))
-    return {kind: sum(one) / len(one) for kind, one in losses.items()}
+    maps: CacheMap, classroom: Classroom, documents: Sequence[Document], tails: Sequence[int]
+) -> dict[tuple[str, int], float]:
+    """Mean KL in nats per token after hand-overs, by kind of text and native tail: at the answers' beginnings of
+    dialogues, at evenly spread places of prose.
+
+    Documents are prefilled anew each time: kept, they would need some 50 MB each.
+    """
+    pupils = {kind: list(map(Pupil, getattr(maps, kind))) for kind in KINDS}
+
+    @torch.no_grad()
+    def kls(document: Document) -> list[float]:
+        lesson, places = classroom.lesson(document), exam_places(document)
+        return [
+            float(classroom.loss(pupils, maps.key_norms, lesson, places, tail=tail))
+            for tail in tails
+        ]
+
+    losses: dict[tuple[str, int], list[float]] = {}
+    with item_threads(DOCUMENTS) as threads:
+        for document, found in zip(documents, threads.map(kls, documents), strict=True):
+            for tail, kl in zip(tails, found, strict=True):
+                losses.setdefault((document.kind, tail), []).append(kl)
+    return {which: sum(one) / len(one) for which, one in losses.items()}
 
 
 def exam_places(document: Document) -> list[int]:
@@ -313,14 +324,16 @@ def exam_places(document: Document) -> list[int]:
 
 
 def _hand_overs(document: Document, count: int, generator: torch.Generator) -> list[int]:
-    """Half of them where answers begin, if there are any: there a session changes its model."""
+    """Half of them where answers begin, if there are any: there a session changes its model. First of all those
+    to questions that follow up on an answer: behind a native tail the others hardly need what stands before it."""
     low, high = SHORTEST_PREFIX, max(len(document.ids) - WINDOW, SHORTEST_PREFIX + 1)
     places = torch.randint(low, high, (count,), generator=generator).clamp(
         max=len(document.ids) - 2
     )
     answers = [at for at in document.answers if low <= at < len(document.ids) - 1]
-    chosen = torch.randperm(len(answers), generator=generator)[: count // 2].tolist()
-    return [answers[place] for place in chosen] + places[len(chosen) :].tolist()
+    mixed = [answers[place] for place in torch.randperm(len(answers), generator=generator)]
+    chosen = sorted(mixed, key=lambda at: at not in document.follow_ups)[: count // 2]
+    return chosen + places[len(chosen) :].tolist()
 
 
 def _mask(starts: torch.Tensor, window: int, longest: int) -> torch.Tensor:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import torch
 
 from mapper.capture.model import CapturedModel, build_cache
+from mapper.capture.texts import Document
 from mapper.methods.base import CacheMap
-from mapper.methods.distill import Classroom, Lesson, evaluate
+from mapper.methods.distill import Classroom, evaluate
 
 TAILS = (0, 16, 32, 64, 128)
 # Below this KL the answers of both caches are hard to tell apart.
@@ -33,17 +34,14 @@ class TailPoint:
 
 
 def tail_curve(
-    maps: CacheMap, classroom: Classroom, lessons: Sequence[Lesson], target: CapturedModel
+    maps: CacheMap, classroom: Classroom, documents: Sequence[Document], target: CapturedModel
 ) -> list[TailPoint]:
-    """KL on dialogues among the lessons (on all of them if there is none), time on the longest."""
-    chats = [lesson for lesson in lessons if lesson.document.kind == "chat"] or list(lessons)
-    longest = max((lesson.document.ids for lesson in chats), key=len)
+    """KL on dialogues among the documents (on all of them if there is none), time on the longest."""
+    chats = [document for document in documents if document.kind == "chat"] or list(documents)
+    longest = max((document.ids for document in chats), key=len)
+    kls = evaluate(maps, classroom, chats, TAILS)
     return [
-        TailPoint(
-            tail,
-            next(iter(evaluate(maps, classroom, chats, tail=tail).values())),
-            _milliseconds(target, longest, tail),
-        )
+        TailPoint(tail, kls[chats[0].kind, tail], _milliseconds(target, longest, tail))
         for tail in TAILS
     ]
 

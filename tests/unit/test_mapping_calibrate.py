@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from functools import partial
 
 import pytest
@@ -351,6 +352,40 @@ def test_hand_overs_of_one_batch_equal_separate_continuations(pair, monkeypatch)
                 divergences.append((native_part.exp() * difference).sum(-1))
             ours = classroom.loss(pupils, None, lesson, places, tail=tail)
             assert float(ours) == pytest.approx(float(torch.cat(divergences).mean()), rel=1e-3)
+        judged = distill.evaluate(artifact.maps, classroom, documents[:3], (8, 0))
+        for tail in (0, 8):
+            each = [
+                float(classroom.loss(pupils, None, classroom.lesson(one), places, tail=tail))
+                for one in documents[:3]
+                for places in [distill.exam_places(one)]
+            ]
+            assert judged["chat", tail] == pytest.approx(sum(each) / 3, rel=1e-4)
+
+
+def test_hand_overs_are_first_of_all_where_a_question_follows_up() -> None:
+    answers, follow_ups = (40, 60, 80, 100, 120, 140), (80, 140)
+    chat = Document("chat", "chat", torch.arange(300), "chat", answers, follow_ups)
+    generator = torch.Generator().manual_seed(0)
+    others = set()
+    for _ in range(40):
+        one, other, *random_ones = distill._hand_overs(chat, 4, generator)
+        assert {one, other} == set(follow_ups) and len(random_ones) == 2
+        places = distill._hand_overs(chat, 8, generator)
+        assert set(places[:2]) == set(follow_ups) and set(places[2:4]) <= set(answers)
+        others |= set(places[2:4])
+    assert others == set(answers) - set(follow_ups)
+
+
+def test_a_distilled_map_is_judged_by_more_text_than_is_kept_in_memory(pair, monkeypatch) -> None:
+    monkeypatch.setattr(calibrate, "HELD_OUT_TOKENS", 400)
+    monkeypatch.setattr(calibrate, "EXAM_TOKENS", 1000)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "large")
+    paths = [pair / "talks.jsonl", pair / "prose.txt"]
+    text = calibrate._read_text(paths, tokenizer, 4000, 200, 0.4)
+    assert len(text.exam) > len(text.held_out)
+    assert {one.kind for one in text.exam} == {"chat", "prose"}
+    learned = {one.origin for one in (*text.fit, *text.lessons)}
+    assert not learned & {one.origin for one in (*text.held_out, *text.exam)}
 
 
 def test_dialogues_are_chained_and_know_where_answers_begin(pair) -> None:
@@ -362,6 +397,17 @@ def test_dialogues_are_chained_and_know_where_answers_begin(pair) -> None:
         assert document.kind == "chat" and len(document.answers) >= 2
         for at in document.answers:
             assert document.ids[at - 2 : at].tolist() == opening
+
+
+def test_answers_to_questions_that_follow_up_are_known(pair, tmp_path) -> None:
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "large")
+    turns = [1, 3, 1, 2]
+    ask, answer = {"role": "user", "content": "w1"}, {"role": "assistant", "content": "w2"}
+    lines = [json.dumps({"messages": [ask, answer] * count}) for count in turns]
+    (tmp_path / "talks.jsonl").write_text("\n".join(lines))
+    [document], _ = read_documents([tmp_path / "talks.jsonl"], tokenizer, length=2000, seed=0)
+    assert len(document.answers) == sum(turns)
+    assert [document.answers.index(at) for at in document.follow_ups] == [2, 3, 6]
 
 
 def test_slopes_are_those_of_the_log_likelihood(pair) -> None:

@@ -115,13 +115,14 @@ def test_the_step_towards_a_distilled_map_is_the_one_that_helps_every_kind(
         one = AffineMap((0,), torch.full((1, 1, 1), value), torch.zeros(1, 1))
         return CacheMap([one], [one])
 
-    def kls(one: CacheMap, classroom, exam, *, tail: int) -> dict[str, float]:
+    def kls(one: CacheMap, classroom, exam, tails) -> dict[tuple[str, int], float]:
         value = float(one.k[0].weight)
-        return {"chat": (value - best) ** 2, "prose": (slope if tail else -0.01) * value}
+        prose = {("prose", tail): (slope if tail else -0.01) * value for tail in tails}
+        return prose | {("chat", tail): (value - best) ** 2 for tail in tails}
 
     monkeypatch.setattr(direction, "distill", lambda *args, **kwargs: (at(1.0), 7))
     monkeypatch.setattr(direction, "evaluate", kls)
-    found, record = direction._distill(at(0.0), None, [], [], 1)
+    found, record = direction._distill(at(0.0), None, direction.Text([], [], [], {}), 1)
     assert float(found.k[0].weight) == expected
     assert record["kept"] == bool(expected) and record["steps"] == 7
     if expected:
