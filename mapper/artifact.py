@@ -91,7 +91,7 @@ class Artifact:
     def load(cls, folder: Path) -> Artifact:
         """
         Raises:
-            BadArtifact: a file is missing, altered or truncated, or the version is newer.
+            BadArtifact: a file is missing, altered or truncated, or of another version.
         """
         folder = Path(folder)
         manifest = read_manifest(folder)
@@ -101,7 +101,7 @@ class Artifact:
                 raise BadArtifact(f"{folder}: the manifest names a file outside: {name!r}")
             if not (folder / name).is_file():
                 raise BadArtifact(f"{folder}: {name} is missing")
-            if _sha256(folder / name) != expected:
+            if file_digest(folder / name) != expected:
                 raise BadArtifact(f"{folder}: {name} does not have the SHA-256 of the manifest")
             try:
                 files[name] = load_file(folder / name)
@@ -119,7 +119,11 @@ class Artifact:
         return cls(manifest, maps, sinks)
 
     def save(self, folder: Path) -> None:
-        """Writes the artifact so that a reader only ever sees it whole."""
+        """Writes the artifact so that a reader only ever sees it whole.
+
+        Raises:
+            BadArtifact: what is in `folder` is no artifact, and is left as it is.
+        """
         folder = Path(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
@@ -128,7 +132,7 @@ class Artifact:
             if self.maps is not None:
                 save_file(_tensors(self.maps), part / MAPS)
             self.manifest.files = {
-                path.name: _sha256(path) for path in sorted(part.glob("*.safetensors"))
+                path.name: file_digest(path) for path in sorted(part.glob("*.safetensors"))
             }
             _write_synced(part / MANIFEST, self.manifest.model_dump_json(indent=1))
             part.chmod(0o755)
@@ -188,7 +192,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest alone, without reading or verifying the tensors.
 
     Raises:
-        BadArtifact: it is missing, malformed or of a newer version.
+        BadArtifact: it is missing, malformed or of another version.
     """
     path = Path(folder) / MANIFEST
     try:
@@ -206,13 +210,30 @@ def read_manifest(folder: Path) -> Manifest:
         raise BadArtifact(f"{path}: {error}") from error
 
 
-def write_quality(folder: Path, card: dict[str, Any], *, native_tail: int) -> None:
-    """Puts a quality card and the tail chosen by it into the manifest of an existing artifact."""
+def write_quality(folder: Path, card: dict[str, Any]) -> None:
+    """Puts a quality card into the manifest of an existing artifact."""
     manifest = read_manifest(folder)
-    manifest.quality, manifest.native_tail = card, native_tail
+    manifest.quality = card
     part = Path(folder) / f".{MANIFEST}.part"
     _write_synced(part, manifest.model_dump_json(indent=1))
     part.rename(Path(folder) / MANIFEST)
+
+
+def refuse_to_replace(folder: Path) -> None:
+    """Saving an artifact deletes what was in its folder before: only an older artifact may be.
+
+    Raises:
+        BadArtifact: something else is there.
+    """
+    if folder.is_dir():
+        foreign = any(folder.iterdir()) and not (folder / MANIFEST).is_file()
+    else:
+        foreign = folder.exists()
+    if foreign:
+        raise BadArtifact(
+            f"{folder} is not empty and holds no artifact ({MANIFEST} is missing), and saving one "
+            "there would delete it: choose another folder, or empty this one"
+        )
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -250,7 +271,7 @@ def _maps(manifest: Manifest, tensors: dict[str, torch.Tensor]) -> CacheMap:
     return CacheMap(maps["k"], maps["v"], tensors.get("key_norms"))
 
 
-def _sha256(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -264,6 +285,7 @@ def _write_synced(path: Path, text: str) -> None:
 
 def _replace(part: Path, folder: Path) -> None:
     """Renames `part` to `folder`; an older artifact there is moved aside first, then removed."""
+    refuse_to_replace(folder)
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

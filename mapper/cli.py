@@ -164,27 +164,31 @@ def calibrate(
         ),
     ] = "auto",
     k: Annotated[
-        int, typer.Option(help="Source layers, or blocks, an output reads (not for auto).")
+        int, typer.Option(min=1, help="Source layers, or blocks, an output reads (not for auto).")
     ] = 6,
     budget: Annotated[
         int | None,
-        typer.Option(help="Parameters that auto may spend; else an eighth of a prefill."),
+        typer.Option(
+            min=1, help="Parameters that auto may spend; else an eighth of the target's layers'."
+        ),
     ] = None,
     refit: Annotated[
         str | None,
         typer.Option(help="repair or attention: a second pass that weighs rows by attention."),
     ] = None,
-    ridge: Annotated[float, typer.Option(help="Penalty, relative to the inputs' variance.")] = 1e-4,
+    ridge: Annotated[
+        float, typer.Option(help="Penalty, above 0, relative to the inputs' variance.")
+    ] = 1e-4,
     narrow: Annotated[
         bool,
         typer.Option(
             help="Make keys of keys and values of values, of their own token alone: the sums of auto and blocks take "
-            "a sixth of the memory, and turns that refer far back lose more."
+            "a sixth of the memory, with --reverse a tenth, and turns that refer far back lose more."
         ),
     ] = False,
-    tokens: Annotated[int, typer.Option(help="Tokens of text to use at most.")] = 60_000,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of text to use at most.")] = 60_000,
     distill_seconds: Annotated[
-        float, typer.Option(help="Time to train the maps on answers; kept only if it helps.")
+        float, typer.Option(min=0, help="Time to train the maps on answers; kept only if it helps.")
     ] = 0,
     reverse: Annotated[
         Path | None,
@@ -207,10 +211,15 @@ def calibrate(
     ] = None,
     native_tail: Annotated[
         int | None,
-        typer.Option(help="Last tokens of a prompt that the target prefills; else measured."),
+        typer.Option(
+            min=0, help="Last tokens of a prompt that the target prefills; else measured."
+        ),
     ] = None,
     page_size: Annotated[int, typer.Option(help="Of the workers.")] = 16,
-    kv_dtype: Annotated[str, typer.Option(help="Of the workers' KV cache.")] = "float32",
+    kv_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"],
+        typer.Option(help="Of the workers' KV cache; a quantised one cannot be mapped."),
+    ] = "float32",
 ) -> None:
     """Fit a map from one model's KV cache to another's, in one pass over some text.
 
@@ -222,6 +231,8 @@ def calibrate(
 
     _one_of("--method", method, METHODS)
     _one_of("--refit", refit, (None, *REFITS))
+    if not ridge > 0:
+        raise typer.BadParameter(f"{ridge} is not above 0", param_hint="--ridge")
     with _reported():
         folder = run(
             source, target, text, out,
@@ -276,10 +287,16 @@ def evaluate(
     ] = None,
     split: Annotated[str, typer.Option(help="Lines of --dialogues to use.")] = "heldout",
     conversations: Annotated[int, typer.Option(help="Dialogues to measure at most.")] = 40,
-    items: Annotated[int, typer.Option(help="Questions a task at most.")] = 100,
+    items: Annotated[
+        int, typer.Option(help="Questions a task at most; of squad and coqa twice as many.")
+    ] = 100,
     tail: Annotated[
-        int, typer.Option(help="Last prompt tokens that the target computes itself, in tasks.")
-    ] = 64,
+        int | None,
+        typer.Option(
+            help="Last prompt tokens that the target computes itself; default: as many as the "
+            "first artifact was made to run with. Only such artifacts get a quality card."
+        ),
+    ] = None,
     minutes: Annotated[
         float,
         typer.Option(help="Limit of the run: fewer items where all take longer. 0: no limit."),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,8 @@ GOALS = {"choice": 0.98, "passage": 0.98, "exact": 0.95}
 KL_GOAL, TOP1_GOAL = 0.03, 0.95
 # What fewer questions show, luck can have shown: no goal is met by them.
 FEWEST_ITEMS = 10
-# With fewer right answers of the target itself, the likelihood of worked solutions is claimed.
+# With fewer right answers of the target itself there is little to keep: no goal is met by them, and of worked solutions
+# the likelihood is claimed.
 FEWEST_RIGHT = 10
 # The task classes of routing policies, and the classes of this card that stand for each.
 POLICY_CLASSES = {"quote": ("exact", "passage"), "math": ("math",), "code": ("code",)}
@@ -50,9 +51,9 @@ def _arms(scores: Scores, result: TaskResult | None = None) -> dict[str, Any]:
     figures = {}
     for arm in scores.sums:
         one = compare(scores, arm, native=NATIVE, source=SOURCE, zero=ZERO)
-        if result is not None and one["items"] and not scores.log:
-            judged = result.same.judged(arm)
-            one["same_as_native"] = float(result.same.means(arm, judged[None])[0])
+        if result is not None and one["items"] and result.task.format.says:
+            draws = result.same.draws(arm)
+            one["same_as_native"] = float(result.same.means(arm, draws)[0])
             if result.task.format.generates:
                 one |= {"cut": result.cut[arm], "looping": result.looping[arm]}
         figures[arm] = one
@@ -67,6 +68,7 @@ def _only(result: TaskResult, kind: str) -> Scores:
         scores.chance,
         {arm: [values[index] for index in chosen] for arm, values in scores.sums.items()},
         [scores.weights[index] for index in chosen],
+        [scores.groups[index] for index in chosen],
     )
 
 
@@ -87,11 +89,15 @@ def _class(members: list[TaskResult], arms: Sequence[str]) -> dict[str, Any]:
         right = sum(np.nansum(one.sums[NATIVE]) for one in scores)
         if right < FEWEST_RIGHT:
             scores, basis = solutions, "likelihood of worked solutions"
-    judged = [arm for arm in arms if all(len(one.judged(arm)) for one in scores if arm in one.sums)]
+    judged = [
+        arm for arm in arms if all(one.judged(arm).any() for one in scores if arm in one.sums)
+    ]
     judged = [arm for arm in judged if all(arm in one.sums for one in scores)]
+    points = {"native_points": float(sum(np.nansum(one.sums[NATIVE]) for one in scores))}
     return {
         "tasks": [member.task.name for member in members],
         "items": sum(len(one.weights) for one in scores),
+        **(points if basis == "answers" else {}),
         "basis": basis,
         "retention": {arm: pooled_retention(scores, arm, NATIVE) for arm in judged},
     }
@@ -105,14 +111,16 @@ def claims(
     The claim is the point estimate; the interval stands beside it.
     """
     measured = divergences[name][tail].summary()
+    enough = measured["conversations"] >= FEWEST_ITEMS
     chat = {
         "retention": float(np.exp(-measured["kl"])),
         "interval": [float(np.exp(-kl)) for kl in reversed(measured["kl_interval"])],
         "kl": measured["kl"],
         "top1": measured["top1"],
         "goal": {"kl": KL_GOAL, "top1": TOP1_GOAL},
-        "met": bool(measured["kl"] <= KL_GOAL and measured["top1"] >= TOP1_GOAL),
+        "met": bool(enough and measured["kl"] <= KL_GOAL and measured["top1"] >= TOP1_GOAL),
         "basis": "dialogues",
+        "items": measured["conversations"],
     }
     found = {"chat": chat}
     for kind, figures in by_class.items():
@@ -120,6 +128,7 @@ def claims(
         if one and one["value"] is not None:
             goal = GOALS.get(kind)
             enough = figures["items"] >= FEWEST_ITEMS
+            enough &= figures.get("native_points", FEWEST_RIGHT) >= FEWEST_RIGHT
             found[kind] = {
                 "retention": one["value"],
                 "interval": one["interval"],
@@ -132,13 +141,48 @@ def claims(
 
 
 def policy_retention(made: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Retention by the task classes that routing policies know, the worst class of each."""
+    """Retention by the task classes that routing policies know, the worst class of each.
+
+    What few questions show counts here: a class that is not named is taken for kept, and no figure should be needed to
+    be careful.
+    """
     retention = {"chat": made["chat"]["retention"]}
     for policy_class, members in POLICY_CLASSES.items():
         known = [made[member]["retention"] for member in members if member in made]
         if known:
             retention[policy_class] = min(known)
     return retention
+
+
+def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """A card after a later run: of each class the newer figures, unless they are of fewer questions.
+
+    A run of one task takes nothing from what is known of the others. Figures at another native tail or in another
+    precision are not kept.
+    """
+    same = ("tail", "dtype")
+    if not old or any(old["settings"].get(name) != new["settings"][name] for name in same):
+        return new
+    before, now = (
+        {"chat": one["conversations"]} | {kind: of["items"] for kind, of in one["classes"].items()}
+        for one in (old, new)
+    )
+    stays = {kind for kind, items in before.items() if items > now.get(kind, 0)}
+
+    def both(key: str, kind_of: Callable[[str, Any], str]) -> dict[str, Any]:
+        kept = {name: one for name, one in old[key].items() if kind_of(name, one) in stays}
+        return {n: one for n, one in new[key].items() if kind_of(n, one) not in stays} | kept
+
+    claims = both("claims", lambda kind, _: kind)
+    chat = {key: old[key] for key in ("dialogues", "conversations") if "chat" in stays}
+    return {
+        **new,
+        **chat,
+        "retention": policy_retention(claims),
+        "claims": claims,
+        "classes": both("classes", lambda kind, _: kind),
+        "tasks": both("tasks", lambda _, one: one["class"]),
+    }
 
 
 def ratios(

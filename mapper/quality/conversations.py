@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,21 +26,28 @@ class Conversation:
 def read_conversations(
     path: Path, tokenizer: PreTrainedTokenizerBase, *, split: str, shortest_prompt: int, count: int
 ) -> list[Conversation]:
-    """One conversation for each dialogue of the split: its last answer is what is scored.
+    """One conversation for each of `count` dialogues of the split: its last answer is what is scored.
 
-    The dialogues before it (in the file, cyclically) become earlier turns until the prompt has
-    `shortest_prompt` tokens, as in a session that changes the subject.
+    Which ones is drawn with a fixed seed: files often have their dialogues in runs of one kind. The dialogues before
+    each (in the file, cyclically) become earlier turns until the prompt has `shortest_prompt` tokens, as in a session
+    that changes the subject.
 
     Raises:
-        CalibrationError: the file has no dialogue of that split.
+        CalibrationError: the file has no dialogue of that split, or all of them together are shorter than that.
     """
     dialogues = [messages for name, messages in _read(path) if name in (None, split)]
     if not dialogues:
         raise CalibrationError(f"{path} has no dialogue of the split {split!r}")
-    return [
-        _chain(dialogues, last, tokenizer, shortest_prompt)
-        for last in range(min(count, len(dialogues)))
-    ]
+    order = list(range(len(dialogues)))
+    random.Random(0).shuffle(order)
+    talks = [_chain(dialogues, last, tokenizer, shortest_prompt) for last in order[:count]]
+    shortest = min(talk.prompt for talk in talks)
+    if shortest < shortest_prompt:
+        raise CalibrationError(
+            f"{path}: all {len(dialogues)} dialogues of the split {split!r}, one after the other, make a prompt of "
+            f"{shortest} tokens; give more of them, so that it has {shortest_prompt}"
+        )
+    return talks
 
 
 def read_other(

@@ -39,8 +39,8 @@ def run(
         baseline: an artifact that all others are compared with; measured as published, too.
         settings: fields of `Settings`.
 
-    Every artifact's manifest gets its part of the report as its quality card. Its native tail
-    stays: calibration chose it, on other text than that which judges it here.
+    Manifests of artifacts that run with the native tail that was measured get their part of the report as quality card;
+    classes that an earlier run measured and this one did not stay in it (`card.merged`).
 
     Raises:
         UnsupportedModel: an artifact was made for other models.
@@ -64,12 +64,25 @@ def run(
     results = evaluation.run(started, save)
     save(results)
     plots.draw(results, out)
-    report.show(results)
     for name, folder in evaluation.folders.items():
-        tail = read_manifest(folder).native_tail
-        write_quality(folder, quality_card(results, name), native_tail=tail)
+        _write_card(folder, quality_card(results, name))
+    if chosen.harness:
+        results["harness"] = evaluation.harness()
+        save(results)
+    report.show(results)
     report.console.print(f"{out}/report.json and plots, after {results['seconds']:.0f} s")
     return results
+
+
+def _write_card(folder: Path, new: dict[str, Any]) -> None:
+    manifest, measured = read_manifest(folder), new["settings"]["tail"]
+    if max(manifest.native_tail, 1) != measured:
+        report.console.print(
+            f"[yellow]{folder.name} runs with a native tail of {manifest.native_tail} tokens, this run measured "
+            f"{measured}: its quality card stays as it was[/]"
+        )
+        return
+    write_quality(folder, card.merged(manifest.quality, new))
 
 
 def quality_card(results: dict[str, Any], name: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from mapper.quality.conversations import read_conversations, read_other
 from mapper.quality.divergence import Divergences, measure
 from mapper.quality.layers import by_layer
 from mapper.quality.questions import (
+    LONGEST_PROMPT,
     SHORTEST_PROMPT,
     Prompt,
     TaskResult,
@@ -48,10 +50,13 @@ class Evaluation:
         tasks: list[Task],
         settings: Settings,
     ) -> None:
-        self.settings = settings
         self.folders = _named(artifacts, baseline)
         self.baseline = None if baseline is None else _name_of(self.folders, baseline)
         self.artifacts = {name: Artifact.load(folder) for name, folder in self.folders.items()}
+        own = next(iter(self.artifacts.values())).manifest.native_tail
+        self.settings = replace(settings, tail=max(own, 1)) if settings.tail is None else settings
+        # What the harness lacks is found before anything is measured.
+        self._harness_tasks = harness.manager(settings.harness, settings.harness_tasks)
         self.models = [CapturedModel(folder) for folder in (source, target)]
         for artifact in self.artifacts.values():
             _check(artifact, self.models)
@@ -66,7 +71,11 @@ class Evaluation:
         )
         other = read_other(dialogues, self.tokenizer, **read)
         self.tasks = [(task, *prompts(task, self.tokenizer)) for task in tasks]
-        self.left_out: dict[str, str] = {}
+        self.left_out = {
+            task.name: f"no prompt of at most {LONGEST_PROMPT} tokens; {too_long} are longer"
+            for task, made, too_long in self.tasks
+            if not made
+        }
         self.reader = self._reader(other)
 
     def _reader(self, other: torch.Tensor) -> Reader:
@@ -126,12 +135,12 @@ class Evaluation:
                 result.too_long = too_long
                 results.append(result)
                 save(self._summary(divergences, layers, results))
-        return self._summary(divergences, layers, results) | {"harness": self._harness()}
+        return self._summary(divergences, layers, results)
 
-    def _harness(self) -> dict[str, Any]:
+    def harness(self) -> dict[str, Any]:
         """Outside of the time limit: how long the harness takes is its tasks' affair."""
         settings, reader = self.settings, self.reader
-        if not settings.harness:
+        if self._harness_tasks is None:
             return {}
         models = {}
         for arm in reader.arms[: 1 + self.variants]:
@@ -141,7 +150,7 @@ class Evaluation:
                 models["source alone"] = harness.Prompted(
                     own, self.tokenizer, settings.tail, source=True
                 )
-        return harness.evaluate(models, settings.harness, settings.harness_tasks, settings.items)
+        return harness.evaluate(models, settings.harness, self._harness_tasks, settings.items)
 
     def _asked(self) -> list[tuple[Task, list[Prompt], int]]:
         return [one for one in self.tasks if one[1]]
@@ -182,6 +191,7 @@ class Evaluation:
             name: card.claims(name, self.settings.tail, divergences, by_class) for name in names
         }
         return {
+            "harness": {},
             "direction": [model.spec.name for model in self.models],
             "settings": self.settings.record(),
             "variants": {
@@ -206,15 +216,17 @@ class Evaluation:
 
 
 def _named(artifacts: Sequence[Path], baseline: Path | None) -> dict[str, Path]:
-    """Artifact folders by a name that is unique: the folder's, with its parent's where needed."""
+    """Artifact folders by a name that is unique: the folder's, with its parents' where needed."""
     folders = list(dict.fromkeys(Path(path).resolve() for path in (*artifacts, baseline) if path))
     if not folders:
         raise BadTask("name at least one artifact to measure")
-    names = [folder.name for folder in folders]
-    return {
-        folder.name if names.count(folder.name) == 1 else f"{folder.parent.name}/{folder.name}": folder
-        for folder in folders
-    }  # fmt: skip
+    return {_shortest_name(folder, folders): folder for folder in folders}
+
+
+def _shortest_name(folder: Path, folders: Sequence[Path]) -> str:
+    ends = (folder.parts[-size:] for size in range(1, len(folder.parts) + 1))
+    alone = (end for end in ends if sum(one.parts[-len(end) :] == end for one in folders) == 1)
+    return str(Path(*next(alone)))
 
 
 def _name_of(folders: dict[str, Path], wanted: Path) -> str:
@@ -234,8 +246,9 @@ def _check(artifact: Artifact, models: Sequence[CapturedModel]) -> None:
 
 def _mean_k(artifact: Artifact) -> float | None:
     """Source layers that a target head's keys or values are made of, on average."""
+    layers = artifact.manifest.source.layers
     counts = [
-        len({layer for layer, _ in head})
+        len({layer % layers for layer, _ in head})
         for plan in (*artifact.manifest.k, *artifact.manifest.v)
         for head in plan.blocks or [[(layer, 0) for layer in plan.layers]]
     ]

@@ -40,6 +40,7 @@ class Prompted:
     ) -> None:
         self.reader, self.tokenizer, self.tail = reader, tokenizer, tail
         self.batch = reader.source if source else reader.batch
+        self.requests = self.unmapped = 0
 
     def likelihood(self, context: str, continuation: str) -> Likelihood:
         """Of the continuation's tokens; blanks between the two belong to the continuation."""
@@ -61,7 +62,8 @@ class Prompted:
         )
 
     def answer(self, context: str, until: Sequence[str], limit: int) -> str:
-        """The greedy answer up to the first of `until`."""
+        """The greedy answer up to the first of `until`, of at most half of the caches' tokens."""
+        limit = min(limit, self.batch.capacity // 2)
         ids = self.tokenizer.encode(context) or self._first()
         start, tail = self._load(ids, limit)
         (spoken,) = speak(self.batch, self.tokenizer, tail, start, limit=limit, stops=tuple(until))
@@ -81,6 +83,8 @@ class Prompted:
         start = max(len(ids) - self.tail, min(1, len(ids) - 1))
         if start:
             self.reader.load(ids[:start])
+        # Position 0 is never mapped.
+        self.requests, self.unmapped = self.requests + 1, self.unmapped + (start <= 1)
         return start, ids[start:]
 
     def _first(self) -> list[int]:
@@ -117,10 +121,8 @@ def as_lm(prompted: Prompted) -> Any:
     return MappedLM()
 
 
-def evaluate(
-    models: Mapping[str, Prompted], tasks: Sequence[str], folder: Path | None, limit: int
-) -> dict[str, dict[str, Any]]:
-    """Results of the harness by model and task, on the first `limit` items of each task.
+def manager(tasks: Sequence[str], folder: Path | None) -> Any:
+    """The harness's task manager; None where no tasks are wanted.
 
     Args:
         tasks: names that the harness knows, or that YAML files in `folder` define.
@@ -129,15 +131,29 @@ def evaluate(
         MissingExtra: lm-evaluation-harness or what it needs is not installed.
         BadTask: the harness does not know a task.
     """
+    if not tasks:
+        return None
     try:
-        from lm_eval import simple_evaluate
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise _missing(error) from error
-    manager = TaskManager(include_path=None if folder is None else str(folder))
-    unknown = [task for task in tasks if task not in manager.all_tasks]
+    found = TaskManager(include_path=None if folder is None else str(folder))
+    unknown = [task for task in tasks if task not in found.all_tasks]
     if unknown:
         raise BadTask(f"lm-evaluation-harness has no task {unknown}")
+    return found
+
+
+def evaluate(
+    models: Mapping[str, Prompted], tasks: Sequence[str], manager: Any, limit: int
+) -> dict[str, dict[str, Any]]:
+    """Results of the harness by model and task, on the first `limit` items of each task.
+
+    Beside the tasks stands the share of requests whose contexts were so short that nothing was mapped: with a native
+    tail, short prompts say nothing about a map.
+    """
+    from lm_eval import simple_evaluate
+
     results = {}
     for name, prompted in models.items():
         found = simple_evaluate(
@@ -147,7 +163,7 @@ def evaluate(
         results[name] = {
             task: {key: value for key, value in one.items() if isinstance(value, float)}
             for task, one in found["results"].items()
-        }
+        } | {"all requests": {"nothing mapped": prompted.unmapped / max(prompted.requests, 1)}}
     return results
 
 

@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from mapper.quality.tasks import Question, Task, read_tasks
+from mapper.errors import BadTask
+from mapper.quality.tasks import FORMATS, Question, Task, read_tasks
 
 # Low quantile of an answer's token log-probabilities, as policies take it by default.
 QUANTILE = 0.1
@@ -173,6 +174,8 @@ def run(
     tasks = [
         task for task in read_tasks(data, items=items, only=only) if task.format.judge in _JUDGED
     ]
+    if not tasks:
+        raise BadTask(f"name a task of these: {', '.join(_askable())}")
     done = _done(out)
     kind = getattr(torch, dtype)
     models = {
@@ -191,6 +194,10 @@ def run(
                 file.flush()
                 done.add(name)
     return len(done)
+
+
+def _askable() -> list[str]:
+    return [name for name, one in FORMATS.items() if one.judge in _JUDGED]
 
 
 def _done(out: Path) -> set[str]:

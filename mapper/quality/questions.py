@@ -183,25 +183,25 @@ def _scored(task: Task, question: Question, found: list[Likelihood]) -> _Answer:
         chosen = max(range(len(values)), key=values.__getitem__)
         return _Answer(float(chosen == question.label), 1.0, chosen)
     if task.format.judge == "word":
-        return _Answer(float(found[0].greedy), 1.0, int(found[0].greedy))
+        return _Answer(float(found[0].greedy), 1.0, "")
     return _Answer(found[0].logprob, found[0].tokens, "")
 
 
 def _record(result: TaskResult, prompt: Prompt, answers: dict[str, _Answer]) -> None:
     native = answers["native"]
     sums = {name: one.score for name, one in answers.items()}
+    group = prompt.question.group
     if len(prompt.ids) < SHORTEST_PROMPT:
-        result.short.add(native.weight, sums)
+        result.short.add(native.weight, sums, group)
         return
-    result.scores.add(native.weight, sums)
+    result.scores.add(native.weight, sums, group)
     result.kinds.append(prompt.question.kind)
     result.lengths.append(len(prompt.ids))
     result.same.add(1.0, {name: float(one.said == native.said) for name, one in answers.items()})
     if native.likelihood:
         weight = native.likelihood.tokens
-        result.likelihood.add(
-            weight, {name: one.likelihood.logprob for name, one in answers.items()}
-        )
+        logprobs = {name: one.likelihood.logprob for name, one in answers.items()}
+        result.likelihood.add(weight, logprobs, group)
     for counts, kind in ((result.cut, "cut"), (result.looping, "looping")):
         for name, one in answers.items():
             counts[name] = counts.get(name, 0) + getattr(one, kind)

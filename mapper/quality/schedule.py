@@ -135,7 +135,10 @@ def fit(parts: Sequence[Part], budget: float) -> None:
 
 
 def stopwatch(part: Part, end: float) -> Callable[[], bool]:
-    """Whether there is time for another item: neither the part nor the run is overdue."""
+    """Whether there is time for another item: neither the part nor the run is overdue. A run without an end has no
+    overdue parts."""
+    if end == float("inf"):
+        return lambda: True
     deadline = min(end, time.monotonic() + SLACK * part.total + 5)
     return lambda: time.monotonic() < deadline
 

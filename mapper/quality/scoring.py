@@ -122,5 +122,5 @@ def _ended(
         return Spoken(tokenizer.decode(ids[:-1]).strip(), False, repeats(ids[:-1]))
     # A stop counts after the first word: some models begin their answers with a line break.
     text = tokenizer.decode(ids).lstrip()
-    ends = [at for stop in stops if (at := text.find(stop)) > 0]
+    ends = [at for stop in stops if (at := text.find(stop, 1)) > 0]
     return Spoken(text[: min(ends)].strip(), False, repeats(ids)) if ends else None

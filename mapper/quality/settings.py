@@ -20,12 +20,13 @@ class Settings:
 
     `harness`: tasks of lm-evaluation-harness, `harness_tasks` a folder of YAML files of more.
     `minutes` bounds the run: fewer items are measured where all would take longer; 0 is no
-    bound. `tail` is the native tail of task questions and of one measurement of each variant.
+    bound. `tail` is the native tail of task questions and of one measurement of each variant; None: that of the first
+    artifact.
     """
 
     conversations: int = 40
     items: int = 100
-    tail: int = 64
+    tail: int | None = None
     minutes: float = 12.0
     split: str = "heldout"
     dtype: str = "float32"
@@ -42,5 +43,8 @@ class Settings:
         if self.dtype not in DTYPES:
             raise BadTask(f"dtype {self.dtype!r}: use one of {', '.join(DTYPES)}")
         for name, least in (("conversations", 1), ("items", 1), ("tail", 1), ("minutes", 0)):
-            if getattr(self, name) < least:
+            value = getattr(self, name)
+            if value is not None and value < least:
                 raise BadTask(f"{name} must be at least {least}")
+        if self.harness_tasks is not None and not self.harness:
+            raise BadTask("harness_tasks defines tasks; name in `harness` which of them to run")

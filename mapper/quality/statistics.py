@@ -14,9 +14,9 @@ _TOO_MANY_UNDEFINED = 0.1
 Figure = dict[str, float | list[float] | None]
 
 
-def resample(items: int) -> np.ndarray:
+def resample(items: int, seed: int = 0) -> np.ndarray:
     """Indices [DRAWS + 1, items]; the first row is the sample itself."""
-    drawn = np.random.default_rng(0).integers(0, items, (DRAWS, items))
+    drawn = np.random.default_rng(seed).integers(0, items, (DRAWS, items))
     return np.concatenate((np.arange(items)[None], drawn))
 
 
@@ -35,30 +35,44 @@ class Scores:
 
     The mean of an arm is the sum of sums over the sum of weights: right answers have the weight
     1, log-likelihoods that of their tokens. `log`: the scores are log-likelihoods, whose
-    retention is the ratio of the geometric mean probabilities of a token.
+    retention is the ratio of the geometric mean probabilities of a token. Items of one of the `groups` (questions about
+    one passage) are resampled together.
     """
 
     log: bool = False
     chance: float | None = None
     sums: dict[str, list[float]] = field(default_factory=dict)
     weights: list[float] = field(default_factory=list)
+    groups: list[int] = field(default_factory=list)
 
-    def add(self, weight: float, sums: Mapping[str, float]) -> None:
-        """One item; arms that are missing were not judged on it."""
+    def add(self, weight: float, sums: Mapping[str, float], group: int | None = None) -> None:
+        """One item; arms that are missing were not judged on it. Without a group it is one of its own."""
         for arm in (arm for arm in sums if arm not in self.sums):
             self.sums[arm] = [float("nan")] * len(self.weights)
         for arm, values in self.sums.items():
             values.append(sums.get(arm, float("nan")))
         self.weights.append(weight)
+        self.groups.append(-len(self.weights) if group is None else group)
 
     def judged(self, *arms: str) -> np.ndarray:
-        """Items that all of `arms` were judged on."""
-        return np.isfinite([self.sums[arm] for arm in arms]).all(0).nonzero()[0]
+        """Which items all of `arms` were judged on, [items]."""
+        return np.isfinite([self.sums[arm] for arm in arms]).all(0)
 
-    def means(self, arm: str, items: np.ndarray) -> np.ndarray:
-        """The arm's mean on each row of `items` [draws, items]."""
-        weights = np.array(self.weights)[items].sum(1)
-        return np.array(self.sums[arm])[items].sum(1) / weights
+    def draws(self, *arms: str, seed: int = 0) -> np.ndarray:
+        """How often each item that all of `arms` were judged on is in each resampled set, [DRAWS + 1, items]; the first
+        row is the sample itself."""
+        judged = self.judged(*arms)
+        groups, group_of = np.unique(np.array(self.groups)[judged], return_inverse=True)
+        chosen = resample(len(groups), seed)
+        times = np.zeros(chosen.shape)
+        np.add.at(times, (np.arange(len(chosen))[:, None], chosen), 1)
+        counts = np.zeros((len(chosen), len(judged)))
+        counts[:, judged] = times[:, group_of]
+        return counts
+
+    def means(self, arm: str, counts: np.ndarray) -> np.ndarray:
+        """The arm's mean over each row of `counts`, as `draws` gives them."""
+        return counts @ np.nan_to_num(self.sums[arm]) / (counts @ np.array(self.weights))
 
 
 def compare(scores: Scores, arm: str, *, native: str, source: str, zero: str) -> dict[str, Figure]:
@@ -70,13 +84,13 @@ def compare(scores: Scores, arm: str, *, native: str, source: str, zero: str) ->
         zeroed cache; `share_of_gap`: 0 is the source's own score, 1 the target's.
         None where the native score does not lie above what it is compared with.
     """
-    items = scores.judged(arm, native, source)
-    if not len(items):
+    items = int(scores.judged(arm, native, source).sum())
+    if not items:
         return {"items": 0}
-    draws = items[resample(len(items))]
+    draws = scores.draws(arm, native, source)
     own, best, other = (scores.means(name, draws) for name in (arm, native, source))
     result = {
-        "items": len(items),
+        "items": items,
         "score": figure(own),
         "retention": figure(ratio(scores, own, best)),
         "share_of_gap": _between(own, best, other),
@@ -84,8 +98,8 @@ def compare(scores: Scores, arm: str, *, native: str, source: str, zero: str) ->
     }
     if scores.chance is not None:
         result["floor_normalised"] = _between(own, best, np.full_like(own, scores.chance))
-    elif zero in scores.sums and len(both := scores.judged(arm, native, zero)):
-        draws = both[resample(len(both))]
+    elif zero in scores.sums and scores.judged(arm, native, zero).any():
+        draws = scores.draws(arm, native, zero)
         result["floor_normalised"] = _between(
             *(scores.means(name, draws) for name in (arm, native, zero))
         )
@@ -109,14 +123,13 @@ def _between(own: np.ndarray, best: np.ndarray, floor: np.ndarray) -> Figure | N
 
 
 def pooled_retention(tasks: list[Scores], arm: str, native: str) -> Figure:
-    """Of the mean over tasks, each task counting alike; items are resampled within tasks.
+    """Of the mean over tasks, each task counting alike; items are resampled within tasks, in each by other draws.
 
     Log-likelihoods are pooled as logarithms of retention. Tasks have to be of one kind.
     """
     owns, bests = [], []
-    for scores in tasks:
-        items = scores.judged(arm, native)
-        draws = items[resample(len(items))]
+    for seed, scores in enumerate(tasks):
+        draws = scores.draws(arm, native, seed=seed)
         owns.append(scores.means(arm, draws))
         bests.append(scores.means(native, draws))
     return figure(ratio(tasks[0], np.mean(owns, axis=0), np.mean(bests, axis=0)))

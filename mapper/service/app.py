@@ -65,7 +65,8 @@ def create_app(config: MapperConfig) -> FastAPI:
             result = await queue.background(request, http.is_disconnected)
         else:
             result = await queue.foreground(request)
-        metrics.observe(result)
+        asked = {request.source.model, request.target.model}
+        metrics.observe(result, live=asked <= pairs.live().keys())
         log.info(
             "transfer",
             pair=result.pair,

@@ -41,9 +41,9 @@ class Metrics:
         )
         self.registry.register(_StoreCollector(store))
 
-    def observe(self, result: TransferResult) -> None:
-        # A client may send any model name; only live pairs become label values.
-        pair = "unknown" if result.reason == "unknown_model" else result.pair
+    def observe(self, result: TransferResult, *, live: bool) -> None:
+        """`live`: whether both models are. A client may send any name; only those of live ones become label values."""
+        pair = result.pair if live else "unknown"
         self._transfers.labels(pair, result.status, result.reason).inc()
         self._seconds.labels(pair, result.status).observe(result.ms / 1000)
         for origin in ("mapped", "reused", "exact"):

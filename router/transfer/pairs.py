@@ -3,28 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from policies.base import Task
 from router import log
 from router.transfer.client import MapperClient
 
 logger = log.get("transfer")
 _LOOK_SECONDS = 30.0
 _TIMEOUT_SECONDS = 5.0
-# Measured tasks by the class of turns that they stand for; all others are talk.
-_CLASSES = {"squad": "quote", "gsm8k": "math", "humaneval": "code", "mbpp": "code"}
 
 
 class Pair(BaseModel):
     source: str
     target: str
     status: str
-    artifact: str | None = None
     quality: dict[str, Any] | None = None
 
 
@@ -46,7 +44,7 @@ class Pairs:
         pair = (self._pairs or {}).get((source or "", target))
         if pair is None or pair.quality is None:
             return {}
-        return by_class(pair.quality, Path(pair.artifact or "").name)
+        return by_class(pair.quality)
 
     async def watch(self) -> None:
         while self._client is not None:
@@ -62,14 +60,11 @@ class Pairs:
         self._pairs = {(pair.source, pair.target): pair for pair in found}
 
 
-def by_class(quality: Mapping[str, Any], artifact: str) -> dict[str, float]:
-    """The lowest retention of a class's tasks, within 0 and 1."""
-    found: dict[str, float] = {}
-    tasks = quality.get("tasks")
-    for task, summary in tasks.items() if isinstance(tasks, dict) else ():
-        one = summary.get(artifact) if isinstance(summary, dict) else None
-        value = one.get("retention") if isinstance(one, dict) else None
-        if isinstance(value, int | float):
-            name = _CLASSES.get(task, "chat")
-            found[name] = min(found.get(name, 1.0), max(0.0, float(value)))
-    return found
+def by_class(card: Mapping[str, Any]) -> dict[str, float]:
+    """What a quality card says that the map keeps of each class, within 0 and 1."""
+    found = card.get("retention")
+    return {
+        task: min(max(float(value), 0.0), 1.0)
+        for task, value in (found.items() if isinstance(found, dict) else ())
+        if task in get_args(Task) and isinstance(value, int | float) and math.isfinite(value)
+    }

@@ -294,10 +294,13 @@ def test_an_error_answers_fallback_and_logs_no_tokens(capsys, node, monkeypatch)
     assert "broken" in said and "424242" not in said
 
 
-def test_metrics_name_no_tenant_session_or_unknown_model(node):
+def test_metrics_name_no_tenant_session_or_unknown_model(node, monkeypatch):
     node.compute("small", range(10))
     node.transfer()
-    node.transfer(target=REQUEST["target"] | {"model": "made-up-by-a-client"})
+    unknown = REQUEST["target"] | {"model": "made-up-by-a-client"}
+    node.transfer(target=unknown)
+    monkeypatch.setattr(Transfers, "run", lambda *args: 1 / 0)
+    assert node.transfer(target=unknown)["reason"] == "error"
     text = node.client.get("/metrics").text
     assert 'baton_mapper_transfers_total{pair="small->large"' in text
     assert not any(secret in text for secret in (TENANT, "lossy", "made-up"))

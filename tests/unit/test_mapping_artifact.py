@@ -6,6 +6,13 @@ import json
 
 import pytest
 import torch
+from transformers import (
+    DeepseekV3Config,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    SmolLM3Config,
+)
 
 from mapper.artifact import (
     MANIFEST,
@@ -21,7 +28,7 @@ from mapper.artifact import (
 )
 from mapper.errors import BadArtifact, UnsupportedModel
 from mapper.methods.base import AffineMap, CacheMap
-from mapper.spec import ModelSpec
+from mapper.spec import ModelSpec, read_spec, refuse_unmappable
 
 HEADS, WIDTH = 2, 4
 
@@ -108,6 +115,20 @@ def test_saving_again_replaces_and_leaves_nothing_beside(artifact: Artifact, sav
     assert [path.name for path in saved.parent.iterdir()] == ["pair"]
 
 
+@pytest.mark.parametrize("place", ["pair", "pair/notes.txt"])
+def test_what_is_no_artifact_is_not_replaced(artifact: Artifact, tmp_path, place: str) -> None:
+    """Neither a file nor a folder with a file in it; a folder without one is."""
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).write_text("mine")
+    with pytest.raises(BadArtifact, match="choose another folder"):
+        artifact.save(tmp_path / "pair")
+    assert (tmp_path / place).read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["pair"]
+    (tmp_path / "empty").mkdir()
+    artifact.save(tmp_path / "empty")
+    assert Artifact.load(tmp_path / "empty").manifest.native_tail == 32
+
+
 @pytest.mark.parametrize("name", [MAPS, SINK])
 def test_an_altered_byte_is_refused(saved, name: str) -> None:
     content = bytearray((saved / name).read_bytes())
@@ -180,6 +201,37 @@ def test_pairs_that_do_not_correspond_are_refused(field: str, value) -> None:
     with pytest.raises(UnsupportedModel) as refused:
         check_pair(spec(2), spec(3, **{field: value}))
     assert refused.value.field == field
+
+
+SMALL = {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("field", "config", "kv_dtype"),
+    [
+        ("kv_lora_rank", DeepseekV3Config(**SMALL), "float32"),
+        ("sliding_window", MistralConfig(**SMALL, sliding_window=64), "float32"),
+        (
+            "layer_types",
+            LlamaConfig(**SMALL, layer_types=["full_attention", "linear_attention"] * 2),
+            "float32",
+        ),
+        ("rope_parameters", GPT2Config(), "float32"),
+        ("no_rope_layers", SmolLM3Config(**SMALL), "float32"),
+        ("kv_dtype", LlamaConfig(**SMALL), "fp8_e4m3"),
+    ],
+)
+def test_models_that_cannot_be_mapped_are_refused(tmp_path, field, config, kv_dtype) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel) as refused:
+        read_spec(tmp_path, name="tiny", kv_dtype=kv_dtype, page_size=16)
+    assert refused.value.field == field
+
+
+def test_a_model_that_uses_none_of_it_is_not_refused() -> None:
+    """A window that is switched off, and layers without rotation beyond those that there are."""
+    rotated = {"no_rope_layers": [1, 1, 1, 1, 0]}
+    refuse_unmappable(SmolLM3Config(**SMALL, **rotated, sliding_window=64))
 
 
 def test_a_quality_card_is_kept_and_changes_no_tensor(saved) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -12,7 +14,7 @@ from mapper.methods.base import AffineMap, CacheMap, KVMap
 from mapper.quality import arms, reuse
 from mapper.quality.batch import CacheBatch
 from mapper.quality.reader import Reader
-from mapper.quality.scoring import Continuation, score, speak
+from mapper.quality.scoring import Continuation, _ended, score, speak
 from tests.tiny_pair import write_model
 
 
@@ -111,6 +113,12 @@ def test_greedy_answers_are_those_of_the_model(models, tmp_path) -> None:
         cached(models[1], tokens[:30]), tokenizer, tokens[30:], 30, limit=8, stops=(f" {second}",)
     )
     assert one.text == text.split()[0] and not one.cut
+
+
+def test_a_stop_that_an_answer_begins_with_counts_where_it_comes_again() -> None:
+    spoken = SimpleNamespace(eos_token_id=0, decode=lambda ids: " ".join("xab"[i] for i in ids))
+    assert _ended([1, 2, 1], spoken, ("a",)).text == "a b"
+    assert _ended([1, 2], spoken, ("a",)) is None
 
 
 def test_what_prompts_share_is_computed_once_and_stays_right(models) -> None:

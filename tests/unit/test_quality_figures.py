@@ -100,10 +100,14 @@ def test_divergences_are_compared_on_the_same_conversations() -> None:
 
 
 def test_claims_say_whether_the_goals_are_met() -> None:
-    divergences = {"good": {64: divergence((0.2, 97, 100))}, "bad": {64: divergence((9, 50, 100))}}
+    divergences = {
+        name: {64: divergence(*[one] * card.FEWEST_ITEMS)}
+        for name, one in (("good", (0.2, 97, 100)), ("bad", (9, 50, 100)))
+    }
     by_class = {
         kind: {
             "items": 50,
+            "native_points": 20.0,
             "basis": "answers",
             "retention": {
                 "good": {"value": 0.99, "interval": [0.9, 1.0]},
@@ -124,10 +128,74 @@ def test_claims_say_whether_the_goals_are_met() -> None:
     }
     for figures in by_class.values():
         figures["items"] = card.FEWEST_ITEMS - 1
-    few = card.claims("good", 64, divergences, by_class)
-    assert [few[kind]["met"] for kind in ("choice", "exact", "passage")] == [False] * 3
+    lone = {"good": {64: divergence((0.2, 97, 100))}}
+    few = card.claims("good", 64, lone, by_class)
+    assert [few[kind]["met"] for kind in ("chat", "choice", "exact", "passage")] == [False] * 4
     assert few["exact"]["retention"] == good["exact"]["retention"]
+    # Many questions of which the target itself gets next to none right show as little.
+    for figures in by_class.values():
+        figures |= {"items": 50, "native_points": card.FEWEST_RIGHT - 1}
+    hard = card.claims("good", 64, divergences, by_class)
+    assert [hard[kind]["met"] for kind in ("chat", "choice", "exact")] == [True, False, False]
     assert card.policy_retention(bad) == {"chat": pytest.approx(np.exp(-0.09)), "quote": 0.2}
+
+
+def made_card(tail: int, tasks: dict[str, tuple[str, int, float]]) -> dict:
+    """Of tasks by name: class, items and retention."""
+    claims = {kind: {"items": items, "retention": kept} for kind, items, kept in tasks.values()}
+    return {
+        "settings": {"tail": tail, "dtype": "float32"},
+        "conversations": claims["chat"]["items"],
+        "dialogues": {"of": claims["chat"]["items"]},
+        "claims": claims,
+        "retention": card.policy_retention(claims),
+        "classes": {kind: claims[kind] for kind in claims if kind != "chat"},
+        "tasks": {
+            name: {"class": kind, "items": items}
+            for name, (kind, items, _) in tasks.items()
+            if kind != "chat"
+        },
+    }
+
+
+def test_cards_of_several_runs_are_one() -> None:
+    old = made_card(64, {"talks": ("chat", 40, 0.98), "squad": ("exact", 73, 0.15),
+                         "piqa": ("choice", 20, 0.9)})  # fmt: skip
+    new = made_card(64, {"talks": ("chat", 1, 0.99), "piqa": ("choice", 40, 1.0),
+                         "gsm8k": ("math", 30, 0.8)})  # fmt: skip
+    both = card.merged(old, new)
+    assert both["retention"] == {"chat": 0.98, "quote": 0.15, "math": 0.8}
+    assert {name: one["items"] for name, one in both["tasks"].items()} == {
+        "squad": 73, "piqa": 40, "gsm8k": 30,
+    }  # fmt: skip
+    assert both["conversations"] == 40 == both["dialogues"]["of"]
+    assert both["classes"].keys() == {"exact", "choice", "math"}
+    assert card.merged({}, new) == new
+    assert card.merged(old | {"settings": {"tail": 32, "dtype": "float32"}}, new) == new
+
+
+def test_questions_about_one_passage_are_drawn_together() -> None:
+    """Ten passages of ten questions each that are answered alike: as uncertain as ten questions, not as a hundred."""
+    right = [float(passage % 2) for passage in range(10)]
+    apart = accuracies(native=[1.0] * 100, source=[0.0] * 100, mapped=right * 10)
+    together = Scores()
+    for passage, value in enumerate(right):
+        for _ in range(10):
+            together.add(1.0, {"native": 1.0, "source": 0.0, "mapped": value}, passage)
+    widths = []
+    for scores in (apart, together):
+        found = figures(scores, "mapped")["score"]
+        assert found["value"] == 0.5
+        widths.append(found["interval"][1] - found["interval"][0])
+    assert widths[1] == pytest.approx(widths[0] * 10**0.5, rel=0.15)
+
+
+def test_tasks_of_a_class_are_resampled_by_different_draws() -> None:
+    """One is right where the other is wrong: drawn alike, their mean would never change."""
+    mapped = [1.0, 0.0] * 20
+    tasks = [accuracies(native=[1.0] * 40, mapped=one) for one in (mapped, mapped[::-1])]
+    found = pooled_retention(tasks, "mapped", "native")
+    assert found["value"] == 0.5 and found["interval"][1] - found["interval"][0] > 0.1
 
 
 def test_ratios_over_the_baseline_and_of_the_raw_cache() -> None:
@@ -172,6 +240,9 @@ def test_a_part_ends_with_the_run() -> None:
     part = Part("a", 10, 1000.0, fitting=10)
     assert not stopwatch(part, end=0.0)()
     assert stopwatch(part, end=float("inf"))()
+    # Ten items were thought to take no time, and the run has no limit.
+    late = Part("a", 10, -1e9, fitting=10)
+    assert stopwatch(late, end=float("inf"))() and not stopwatch(late, end=1e12)()
 
 
 def test_arms_are_reported_in_the_order_they_were_judged() -> None:

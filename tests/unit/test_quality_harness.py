@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer
 
 from mapper.capture.model import CapturedModel
-from mapper.errors import MissingExtra
+from mapper.errors import BadTask, MissingExtra
 from mapper.quality import arms, harness
 from mapper.quality.reader import Reader
 from tests.tiny_pair import say, write_model
@@ -104,7 +104,21 @@ def test_without_the_harness_the_remedy_is_named(pair, monkeypatch) -> None:
     with pytest.raises(MissingExtra, match="pip install lm-eval"):
         harness.as_lm(prompted(pair, arms.native()))
     with pytest.raises(MissingExtra, match="pip install lm-eval"):
-        harness.evaluate({}, ["piqa"], None, 5)
+        harness.manager(["piqa"], None)
+    assert harness.manager([], None) is None
+
+
+def test_requests_with_nothing_mapped_are_counted(pair) -> None:
+    model = prompted(pair, arms.native(), tail=4)
+    for context in ("w1 w2 w3", "w1 w2 w3 w4 w5", "w1 w2 w3 w4 w5 w6"):
+        model.likelihood(context, " w7")
+    assert (model.unmapped, model.requests) == (2, 3)
+
+
+def test_an_answer_longer_than_the_caches_is_limited(pair) -> None:
+    model = prompted(pair, arms.native())
+    context = say(torch.Generator().manual_seed(6), 700)
+    assert model.answer(context, ("w",), 32_768)
 
 
 class _Request(SimpleNamespace):
@@ -159,6 +173,9 @@ def test_local_tasks_through_the_harness(pair, tmp_path) -> None:
         "identity": prompted(pair, arms.floors()[0]),
         "source alone": prompted(pair, arms.native(), source=True),
     }
-    found = harness.evaluate(models, ["words"], tmp_path, 6)
+    with pytest.raises(BadTask, match="no task"):
+        harness.manager(["word"], tmp_path)
+    manager = harness.manager(["words"], tmp_path)
+    found = harness.evaluate(models, ["words"], manager, 6)
     assert found["native"]["words"]["acc,none"] == found["identity"]["words"]["acc,none"]
-    assert 0 <= found["source alone"]["words"]["acc,none"] <= 1
+    assert "acc,none" in found["source alone"]["words"]

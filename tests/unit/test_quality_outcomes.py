@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from mapper.errors import MapperError
+from mapper.errors import BadTask, MapperError
 from mapper.quality import outcomes
 from mapper.quality.outcomes import Answerer
 from router.offline.records import read_items
@@ -85,6 +85,12 @@ def test_what_is_written_is_what_tune_reads_and_a_run_goes_on(folders, data):
     for item in items:
         assert item.small.quality in (0.0, 1.0) and item.signals["low_logprob"] <= 0
         assert item.signals["low_logprob"] <= item.signals["mean_logprob"] + 1e-4
+
+
+def test_tasks_that_are_not_right_or_wrong_are_refused(folders, data, tmp_path):
+    (data / "squad.jsonl").write_text('{"context": "c", "question": "q", "answers": ["a"]}\n')
+    with pytest.raises(BadTask, match="arc_easy, arc_challenge"):
+        outcomes.run(*folders, data, tmp_path / "out.jsonl", items=2, only=["squad"])
 
 
 def test_no_task_files_is_an_error(folders, tmp_path):

@@ -84,6 +84,7 @@ def test_what_questions_look_like(tmp_path) -> None:
     assert (word.prompt, word.reference) == ("he saw the", " dog")
     talk = questions(tmp_path, "coqa", ROWS["coqa"])
     assert len(talk) == 3
+    assert len({one.group for one in talk}) == 1
     assert talk[0].prompt.endswith("Q: q4\nA: a4\n\nQ: q5\nA:") and talk[0].answers[0] == " a5"
     assert talk[1].prompt.startswith(talk[0].prompt)
     (total,) = questions(tmp_path, "gsm8k", ROWS["gsm8k"])
@@ -102,6 +103,10 @@ def test_prompts_are_long_and_show_no_question_as_its_own_example(tmp_path) -> N
     write(tmp_path, arc_easy=rows)
     (task,) = read_tasks(tmp_path, items=20)
     assert len(task.questions) == 20
+    assert [one.group for one in task.questions] == list(range(20))
+    # Examples are kept whatever is asked for, and are the same ones.
+    (greedy,) = read_tasks(tmp_path, items=1000)
+    assert len(greedy.questions) == 45 and greedy.examples == task.examples
     shared = task.shared_prompt(lambda text: len(text.split()), 512)
     assert len(shared.split()) >= 512
     assert not any(question.prompt in shared for question in task.questions)

@@ -283,16 +283,10 @@ def test_what_to_strip():
 
 
 def test_retention_by_class():
-    card = {
-        "tasks": {
-            "squad": {"items": 50, "map": {"retention": 0.7}, "source": {"retention": 0.1}},
-            "boolq": {"map": {"retention": 1.2}},
-            "piqa": {"map": {"retention": 0.9}},
-            "broken": {"map": {"retention": None}},
-        }
-    }
-    assert by_class(card, "map") == {"quote": 0.7, "chat": 0.9}
-    assert by_class(card, "other") == by_class({}, "map") == by_class({"tasks": 3}, "map") == {}
+    kept = {"quote": 0.7, "chat": 1.2, "math": -0.1, "code": None, "other": 0.5}
+    assert by_class({"retention": kept}) == {"quote": 0.7, "chat": 1.0, "math": 0.0}
+    assert by_class({"retention": {"quote": float("nan")}}) == {}
+    assert by_class({}) == by_class({"retention": 3}) == {}
 
 
 async def test_pairs():

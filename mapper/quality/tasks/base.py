@@ -40,6 +40,7 @@ class Question:
         answers: accepted texts, the first one for worked examples.
         reference: text whose likelihood is scored.
         kind: a finer class that is also reported, as "number" or "name".
+        group: the row it was made of; questions of one row are not independent of each other.
     """
 
     prompt: str
@@ -49,6 +50,7 @@ class Question:
     answers: tuple[str, ...] = ()
     reference: str = ""
     kind: str = ""
+    group: int = 0
 
     @property
     def solution(self) -> str:
@@ -84,6 +86,11 @@ class Format:
     @property
     def generates(self) -> bool:
         return self.judge in ("answer", "overlap", "number")
+
+    @property
+    def says(self) -> bool:
+        """Whether there is an answer that can be the same as another one: not of a likelihood alone."""
+        return self.generates or self.judge == "choice"
 
 
 @dataclass(frozen=True)

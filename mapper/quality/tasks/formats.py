@@ -5,26 +5,26 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from mapper.errors import BadTask
 from mapper.quality.tasks import answers, choice, likelihood
-from mapper.quality.tasks.base import Format, Question, Task, read_rows
+from mapper.quality.tasks.base import Format, Task, read_rows
 
 FORMATS: dict[str, Format] = {
     one.name: one for one in (*choice.FORMATS, *answers.FORMATS, *likelihood.FORMATS)
 }
-# Rows of a file that worked examples are taken from.
+# Rows of a file that worked examples are taken from, at most half of them.
 EXAMPLES = 60
 
 
 def read_tasks(folder: Path, *, items: int, only: list[str] | None = None) -> Iterator[Task]:
     """Every task whose file is in `folder`, its rows in an order drawn with a fixed seed.
 
-    `items` questions of each (times the format's share); examples come from the rows after
-    them: no question is its own example. Prose may also be plain text, as
-    `text_heldout*.txt`, with blank lines between documents.
+    `items` questions of each (times the format's share); examples come from the last rows, which are not asked.
+    Prose may also be plain text, as `text_heldout*.txt`, with blank lines between documents.
 
     Raises:
         BadTask: a name in `only` is no task, nothing is there, or a line is malformed.
@@ -57,9 +57,13 @@ def _rows(folder: Path, kind: Format) -> list:
 def _task(kind: Format, rows: list, items: int) -> Task:
     random.Random(0).shuffle(rows)
     wanted = max(1, round(items * kind.share))
-    questions: list[Question] = []
-    left = iter(rows)
-    while len(questions) < wanted and (row := next(left, None)) is not None:
-        questions += kind.questions(row)
-    examples = [one for row in islice(left, EXAMPLES) for one in kind.questions(row)]
-    return Task(kind, questions[:wanted], examples if kind.examples else [])
+    # However many are asked, the examples stay the same, and some are left.
+    apart = min(EXAMPLES, len(rows) // 2) if kind.examples else 0
+    asked = rows[: len(rows) - apart]
+    questions = (
+        replace(question, group=number)
+        for number, row in enumerate(asked)
+        for question in kind.questions(row)
+    )
+    examples = [question for row in rows[len(asked) :] for question in kind.questions(row)]
+    return Task(kind, list(islice(questions, wanted)), examples)
