@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,14 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from mapper.artifact import Artifact, CalibrationRecord, Manifest, check_pair
+from mapper.artifact import (
+    Artifact,
+    CalibrationRecord,
+    Manifest,
+    check_pair,
+    file_digest,
+    refuse_to_replace,
+)
 from mapper.capture.accumulate import (
     accumulate,
     add_stored,
@@ -28,7 +35,7 @@ from mapper.methods.attended import Refit
 from mapper.methods.fit import HEAD_LOCAL, WIDE, Method, columns
 from mapper.methods.ridge import require_rows
 from mapper.moments import Moments, PairShape
-from mapper.spec import ModelSpec
+from mapper.spec import ModelSpec, read_spec
 
 # Held-out documents stay in memory: enough to tell variants apart, a bounded few hundred MB.
 HELD_OUT_TOKENS = 8192
@@ -71,8 +78,8 @@ def run(
     Args:
         source, target: Hugging Face model folders with the same tokenizer and chat template.
         texts: .jsonl files of {"messages": [...]} or {"text": ...}, and plain text files.
-        out: the artifact's folder; `out` + ".moments" is the checkpoint of the pass, and stays
-            there to be merged elsewhere.
+        out: the artifact's folder, replaced if it holds one; `out` + ".moments" is the checkpoint
+            of the pass, and stays there to be merged elsewhere.
         reverse: folder for the map from `target` to `source`, fitted from the same pass.
         method: how to fit. "auto" chooses size and form for each layer by held-out attention
             outputs; "identity" is for a model onto itself only.
@@ -88,7 +95,8 @@ def run(
         tokens: how many tokens of text to use at most.
         length: tokens of a window.
         stride: use every n-th token's row.
-        held_out: share of the documents kept for choosing, never fitted.
+        held_out: share of the documents kept for choosing, never fitted; of two or more texts at
+            least one.
         native_tail: tokens at the end that the target shall prefill itself; None measures what
             they are worth and chooses.
         merge: moments of other processes or machines, of other documents of the same pair.
@@ -97,29 +105,46 @@ def run(
         page_size, kv_dtype: of the workers' caches.
 
     Raises:
-        UnsupportedModel: the models' caches do not correspond.
-        CalibrationError: too little text, or values that are not finite.
+        UnsupportedModel: the models' caches do not correspond, or one of them cannot be mapped.
+        CalibrationError: too little text, values that are not finite, or options that exclude
+            each other.
+        BadArtifact: there is something else than an artifact in `out` or `reverse`.
     """
+    source, target, out = Path(source), Path(target), Path(out)
+    folders = [out] if reverse is None else [out, Path(reverse)]
+    _refuse_folders(folders)
     if method == "mlp" and (refit is not None or distill_seconds):
         raise CalibrationError(
             "only linear maps can be refitted or distilled; choose another method than mlp"
         )
+    if method == "identity":
+        fitting = {
+            "--reverse": reverse,
+            "--merge": merge,
+            "--refit": refit,
+            "--distill-seconds": distill_seconds,
+            "--from-store": from_store,
+        }
+        useless = [option for option, value in fitting.items() if value]
+        if useless:
+            raise CalibrationError(
+                f"method identity copies a cache and fits nothing: leave out {', '.join(useless)}"
+            )
     started = time.monotonic()
-    models = [CapturedModel(folder, page_size=page_size) for folder in (source, target)]
-    specs = [model.spec.model_copy(update={"kv_dtype": kv_dtype}) for model in models]
+    # All that can be refused without them is, before any model's weights are loaded.
+    specs = [
+        read_spec(folder, name=folder.name, kv_dtype=kv_dtype, page_size=page_size)
+        for folder in (source, target)
+    ]
     check_pair(*specs)
     tokenizer = AutoTokenizer.from_pretrained(target, local_files_only=True)
     if method == "identity":
-        return _save_identity(out, models[1], specs, first_tokens(tokenizer, []), native_tail or 0)
+        return _save_identity(out, target, specs, first_tokens(tokenizer, []), native_tail or 0)
     text = _read_text(texts, tokenizer, tokens, length, held_out)
     if distill_seconds:
         text = _with_quotes(text, tokenizer, length)
     sources = {path.name: file_digest(path) for path in map(Path, texts)}
     options = Options(method, k, ridge, budget, refit, distill_seconds, native_tail, sources)
-
-    stored = None
-    if from_store is not None:
-        stored = StoredPairs(from_store, models[0], specs, tenants)
 
     shape = PairShape(
         specs[0].layers,
@@ -129,8 +154,20 @@ def run(
         wide=method in WIDE and not narrow,
     )
     others = [Moments.load(path) for path in merge]
-    rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)
-    require_rows(rows, columns(method, k, shape.kv_heads, shape.head_dim))
+    needed = columns(method, k, shape.kv_heads, shape.head_dim)
+    if from_store is None:
+        # Nobody knows yet how many rows a store adds.
+        rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)
+        require_rows(rows, needed)
+
+    # They run in fp32, whatever the workers cache in.
+    models = [
+        CapturedModel(folder, spec=spec.model_copy(update={"kv_dtype": "float32"}))
+        for folder, spec in zip((source, target), specs, strict=True)
+    ]
+    stored = None
+    if from_store is not None:
+        stored = StoredPairs(from_store, models[0], specs, tenants)
     size = {"head_local": method in HEAD_LOCAL, "both": reverse is not None}
     console.print(
         f"moments: {shape.bytes(**size) / 2**20:,.0f} MiB in memory, the same again on disk; "
@@ -141,27 +178,47 @@ def run(
         moments.merge(part)
     if stored is not None:
         add_stored(moments, models, stored, stride)
+        require_rows(moments.rows, needed)
 
     sink_tokens = first_tokens(tokenizer, text.fit)
     save_direction(models, specs, text, moments, options, out, sink_tokens, started)
     if reverse is not None:
         backward = moments.reverse(pair_name(models[::-1], stride))
         save_direction(
-            models[::-1], specs[::-1], text, backward, options, reverse, sink_tokens, started
+            models[::-1], specs[::-1], text, backward, options, folders[1], sink_tokens, started
         )
-    return Path(out)
+    return out
+
+
+def _refuse_folders(folders: Sequence[Path]) -> None:
+    for folder in folders:
+        refuse_to_replace(folder)
+    whole = [folder.resolve() for folder in folders]
+    for one, other in itertools.permutations(whole, 2):
+        if one.is_relative_to(other):
+            raise CalibrationError(
+                f"the two directions' folders {one} and {other} are one, or one is in the other, "
+                "and saving replaces a whole folder: choose two apart"
+            )
 
 
 def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> Text:
     documents, skipped = read_documents(texts, tokenizer, length=length, seed=_SEED)
-    apart = [d for d in documents if d.held_out(held_out)]
+    origins = {d.origin for d in documents}
+    chosen = {d.origin for d in documents if d.held_out(held_out)}
+    if not chosen and len(origins) > 1:
+        # Of few texts chance may take none.
+        chosen = {min(origins)}
+    apart = [d for d in documents if d.origin in chosen]
     kinds = {d.kind for d in documents}
     held = _first_of_each_kind(apart, HELD_OUT_TOKENS // len(kinds))
-    others = [d for d in documents if not d.held_out(held_out)]
+    others = [d for d in documents if d.origin not in chosen]
     fit, lessons = (first_documents(others, limit) for limit in (tokens, LESSON_TOKENS))
     if not fit or not held:
         raise CalibrationError(
-            f"{len(documents)} documents cannot be split into fitted and held-out ones; give more text"
+            f"{len(origins)} text(s) cannot be split into fitted and held-out ones: give more. Two "
+            "blank lines separate the texts of a text file, a .jsonl has one a line; those shorter "
+            f"than {length} tokens are joined"
         )
     for reason, count in skipped.items():
         if count:
@@ -197,7 +254,7 @@ def _with_quotes(text: Text, tokenizer, length: int) -> Text:
 
 def _save_identity(
     out: Path,
-    model: CapturedModel,
+    target: Path,
     specs: list[ModelSpec],
     sink_tokens: list[int],
     native_tail: int,
@@ -215,10 +272,6 @@ def _save_identity(
         sink_token_ids=sink_tokens,
         calibration=CalibrationRecord(),
     )
+    model = CapturedModel(target, spec=specs[1])
     Artifact(manifest, None, sink_table(model, sink_tokens)).save(out)
-    return Path(out)
-
-
-def file_digest(path: Path) -> str:
-    with Path(path).open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return out

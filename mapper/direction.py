@@ -134,7 +134,9 @@ def _fit(
             held,
             k=options.k,
             ridge=options.ridge,
-            budget=options.budget or round(BUDGET_SHARE * models[1].layer_parameters()),
+            budget=round(BUDGET_SHARE * models[1].layer_parameters())
+            if options.budget is None
+            else options.budget,
             pairs=lambda: capture(*models, first_documents(text.fit, ROWS_TOKENS)),
             report=lambda: bar.advance(task),
         )

@@ -142,15 +142,37 @@ class Moments:
     def both(self) -> bool:
         return self.sums["k"].outer is not None
 
-    def one_way(self) -> Moments:
-        """The same without what only the other direction needs."""
+    def holds(self, shape: PairShape, *, head_local: bool, both: bool) -> bool:
+        """Whether the sums for `shape` are among these: those of one direction are among those of
+        both, of narrow inputs among those of wide ones, within heads among those of all heads."""
+        return (
+            replace(self.shape, wide=shape.wide) == shape
+            and self.shape.wide >= shape.wide
+            and self.head_local <= head_local
+            and self.both >= both
+        )
+
+    def reduced(self, shape: PairShape, *, head_local: bool, both: bool) -> Moments:
+        """The same without what `shape` does not need; these must hold it."""
         groups = self.shape.kv_heads if self.head_local else 1
-        targets = slice(self.shape.target_layers * self.shape.layer_width // groups)
-        sums = {
-            kind: Sums(one.xx, one.xy[..., targets], one.x, one.y[:, targets], one.yy[:, targets])
-            for kind, one in self.sums.items()
-        }
-        return replace(self, sums=sums)
+        sums = {}
+        for kind, one in self.sums.items():
+            # The own part of wide inputs comes first, and so do the outputs of one direction.
+            layers = shape.inputs(kind), shape.outputs(kind, both=both)
+            x, y = (slice(n * shape.layer_width // groups) for n in layers)
+            parts = {
+                "xx": one.xx[:, x, x],
+                "xy": one.xy[:, x, y],
+                "x": one.x[:, x],
+                "y": one.y[:, y],
+                "yy": one.yy[:, y],
+            }
+            if both:
+                parts["outer"] = one.outer[:, y, y]
+            if head_local and not self.head_local:
+                parts = {name: self._within_heads(part) for name, part in parts.items()}
+            sums[kind] = Sums(**parts)
+        return replace(self, shape=shape, sums=sums, head_local=head_local)
 
     def reverse(self, pair: str) -> Moments:
         """The other direction's, from the same pass; shares memory with these.
@@ -262,6 +284,14 @@ class Moments:
             sums,
             json.loads(header["head_local"]),
         )
+
+    def _within_heads(self, sums: torch.Tensor) -> torch.Tensor:
+        """[1, columns] or [1, columns, columns] of all heads -> [heads, ...] of each head's own."""
+        by_head = (-1, self.shape.kv_heads, self.shape.head_dim)
+        if sums.dim() == 2:
+            return sums[0].unflatten(0, by_head).transpose(0, 1).flatten(1)
+        blocks = sums[0].unflatten(1, by_head).unflatten(0, by_head).diagonal(dim1=1, dim2=4)
+        return blocks.permute(4, 0, 1, 2, 3).flatten(3, 4).flatten(1, 2)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """[layers, rows, heads, head_dim] -> [groups, rows, columns]."""

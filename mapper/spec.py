@@ -76,8 +76,8 @@ def read_spec(folder: Path, *, name: str, kv_dtype: str, page_size: int) -> Mode
     """Reads the spec of a Hugging Face model folder.
 
     Raises:
-        UnsupportedModel: sliding-window, hybrid, MLA or unrotated attention, an unknown
-            KV dtype, or files missing from the folder; `field` names the cause.
+        UnsupportedModel: sliding-window, hybrid, MLA or (in any layer) unrotated attention, an
+            unknown KV dtype, or files missing from the folder; `field` names the cause.
     """
     folder = Path(folder)
     if kv_dtype not in KV_DTYPES:
@@ -128,6 +128,14 @@ def refuse_unmappable(config: PretrainedConfig) -> None:
         raise UnsupportedModel("layer_types", f"hybrid layers are not mappable: {sorted(kinds)}")
     if not getattr(config, "rope_parameters", None):
         raise UnsupportedModel("rope_parameters", "only rotary position embeddings can be undone")
+    # 1 for a layer with rotary embedding, 0 for one without.
+    rotated = (getattr(config, "no_rope_layers", None) or ())[: config.num_hidden_layers]
+    unrotated = [layer for layer, one in enumerate(rotated) if not one]
+    if unrotated:
+        raise UnsupportedModel(
+            "no_rope_layers",
+            f"layers {unrotated} have no rotary embedding, and all keys would be rotated alike",
+        )
 
 
 def _tokenizer_digest(folder: Path) -> str:

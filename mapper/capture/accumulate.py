@@ -30,15 +30,16 @@ def accumulate(
     head_local: bool,
     both: bool,
 ) -> Moments:
-    """One pass; continues from `checkpoint` when a run of the same pair left one."""
+    """One pass; continues from `checkpoint` when a run of the same pair left one with these sums or
+    more. One that has all documents is left as it is: more sums may be in it than are asked for."""
     name = pair_name(models, stride)
-    moments = Moments.empty(shape, name, head_local=head_local, both=both)
+    layout = {"head_local": head_local, "both": both}
+    moments = Moments.empty(shape, name, **layout)
     if checkpoint.exists():
         saved = Moments.load(checkpoint)
-        saved = saved if both else saved.one_way()
-        mine, theirs = ((one.pair, one.shape, one.head_local, one.both) for one in (moments, saved))
-        if mine == theirs and saved.documents.keys() <= {d.digest for d in documents}:
-            moments = saved
+        same = saved.pair == name and saved.holds(shape, **layout)
+        if same and saved.documents.keys() <= {d.digest for d in documents}:
+            moments = saved.reduced(shape, **layout)
             console.print(f"resumed after {len(moments.documents)} documents")
         else:
             console.print(f"{checkpoint} is of another pair, method or text and is started again")
@@ -55,7 +56,8 @@ def accumulate(
             if time.monotonic() - saved_at > _CHECKPOINT_SECONDS:
                 moments.save(checkpoint)
                 saved_at = time.monotonic()
-    moments.save(checkpoint)
+    if left:
+        moments.save(checkpoint)
     return moments
 
 

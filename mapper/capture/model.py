@@ -6,15 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from mapper.errors import CalibrationError
+from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.rotary import Rotary
 from mapper.spec import ModelSpec, read_spec, text_config
 
 _RECORDING = "baton_recording_sdpa"
+# Tokens of a document that an error quotes: past the system message that a chat template may add.
+_OPENING = 48
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,23 @@ class CapturedModel:
         page_size: int = 32,
         dtype: torch.dtype = torch.float32,
     ) -> None:
+        """
+        Raises:
+            UnsupportedModel: its cache cannot be mapped, or it has no decoder layers whose
+                attention can be captured; `field` names the cause.
+        """
         self.folder = Path(folder)
         config = text_config(folder)
         self.spec = spec or read_spec(
             folder, name=Path(folder).name, kv_dtype="float32", page_size=page_size
         )
         self.rotary = Rotary(config)
+        _refuse_unknown(folder)
         self.model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, attn_implementation=_RECORDING
         ).eval()
         self.model.requires_grad_(False)
+        self._refuse_other_layers()
 
     @torch.inference_mode()
     def prefill(self, ids: torch.Tensor, query_positions: torch.Tensor | None = None) -> Prefill:
@@ -71,8 +87,8 @@ class CapturedModel:
         for name, tensor in (("keys", k), ("values", v), ("queries", queries)):
             if tensor is not None and not torch.isfinite(tensor).all():
                 raise CalibrationError(
-                    f"{self.spec.name} gives non-finite {name}: load it in a wider dtype, "
-                    "or take the document out"
+                    f"{self.spec.name} gives non-finite {name} of the document that begins "
+                    f"{self._opening(ids)!r}: load it in a wider dtype, or take the document out"
                 )
         return Prefill(k, v, queries, query_positions)
 
@@ -114,6 +130,28 @@ class CapturedModel:
         norm = getattr(self.model.base_model.layers[layer].self_attn, "k_norm", None)
         return None if norm is None else norm.weight
 
+    def _opening(self, ids: torch.Tensor) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True)
+        return tokenizer.decode(ids[:_OPENING])
+
+    def _refuse_other_layers(self) -> None:
+        """What all of the above takes for granted of a decoder layer."""
+        body, kind = self.model.base_model, self.model.config.model_type
+        for layer, module in enumerate(getattr(body, "layers", [None])):
+            attention = getattr(module, "self_attn", None)
+            if not hasattr(attention, "o_proj"):
+                raise UnsupportedModel(
+                    "architecture", f"{kind!r} has no attention layers.{layer}.self_attn.o_proj"
+                )
+            norm = getattr(attention, "k_norm", None)
+            shape = [*getattr(getattr(norm, "weight", None), "shape", ())]
+            if norm is not None and shape != [self.spec.head_dim]:
+                raise UnsupportedModel(
+                    "k_norm",
+                    f"the weight in layer {layer} of {kind!r} has the shape {shape}; only a gain "
+                    f"that all key heads share, [{self.spec.head_dim}], can be mapped",
+                )
+
 
 def stack_cache(cache: DynamicCache) -> tuple[torch.Tensor, torch.Tensor]:
     """k, v [layers, tokens, kv_heads, head_dim] of a cache that holds one sequence."""
@@ -130,6 +168,17 @@ def build_cache(k: torch.Tensor, v: torch.Tensor) -> DynamicCache:
             keys.transpose(0, 1)[None].clone(), values.transpose(0, 1)[None].clone(), layer
         )
     return cache
+
+
+def _refuse_unknown(folder: Path) -> None:
+    """The language model of some multi-modal checkpoints is known, the checkpoint as a whole is not."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedModel(
+            "architecture",
+            f"{folder} is a {config.model_type!r} checkpoint, which does not load as a causal "
+            "language model: save its language model to a folder of its own",
+        )
 
 
 class _Recorder:

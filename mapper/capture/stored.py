@@ -84,6 +84,9 @@ class StoredPairs:
             if source is None or target is None:
                 self.skipped["page gone or approximate"] += 1
                 continue
+            if not (source.isfinite().all() and target.isfinite().all()):
+                self.skipped["values that are not finite"] += 1
+                continue
             positions = torch.arange(page * self._page_size, (page + 1) * self._page_size)
             yield StoredPair(_kv(source), _kv(target), positions, ids)
 

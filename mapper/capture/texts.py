@@ -59,7 +59,8 @@ def read_documents(
     many documents were skipped, by reason.
 
     Raises:
-        CalibrationError: a file is missing or malformed, or nothing usable is left.
+        CalibrationError: a file is missing or malformed, dialogues are to be read by a tokenizer
+            without a chat template, or nothing usable is left.
     """
     documents, skipped = [], Counter()
     seen = set()
@@ -145,7 +146,8 @@ def _windows(
         yield from _joined_prose(texts, tokenizer, length)
         return
     dialogues, texts = [], []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # Not `splitlines`: it also splits at U+2028 and the like, which may stand inside a JSON string.
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         item = _item(path, number, line)
@@ -155,6 +157,11 @@ def _windows(
             dialogues.append(item["messages"])
         else:
             texts.append(item["text"])
+    if dialogues and not tokenizer.chat_template:
+        raise CalibrationError(
+            f"{path}: the tokenizer has no chat template to write dialogues with; give texts, or "
+            "add the template to both model folders"
+        )
     yield from _chained(dialogues, tokenizer, length, skipped)
     yield from _joined_prose(texts, tokenizer, length)
 
@@ -162,10 +169,13 @@ def _windows(
 def _item(path: Path, number: int, line: str) -> dict:
     try:
         item = json.loads(line)
-        parts = [item["text"]] if "text" in item else [m["content"] for m in item["messages"]]
-        if all(isinstance(part, str) for part in parts):
+        if "messages" in item:
+            parts = [message[key] for message in item["messages"] for key in ("role", "content")]
+        else:
+            parts = [item["text"]]
+        if parts and all(isinstance(part, str) for part in parts):
             return item
-        reason = "a message's content is no text"
+        reason = "a role, content or text is no string" if parts else "there is no message"
     except (ValueError, TypeError, KeyError) as error:
         reason = repr(error)
     raise CalibrationError(
