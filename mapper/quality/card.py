@@ -161,7 +161,7 @@ def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
     precision are not kept.
     """
     same = ("tail", "dtype")
-    if not old or any(old["settings"].get(name) != new["settings"][name] for name in same):
+    if any(old.get("settings", {}).get(name) != new["settings"][name] for name in same):
         return new
     before, now = (
         {"chat": one["conversations"]} | {kind: of["items"] for kind, of in one["classes"].items()}
