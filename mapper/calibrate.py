@@ -37,7 +37,8 @@ from mapper.methods.ridge import require_rows
 from mapper.moments import Moments, PairShape
 from mapper.spec import ModelSpec, read_spec
 
-# Held-out documents stay in memory: enough to tell variants apart, a bounded few hundred MB.
+# Held-out documents stay in memory, and as many tokens of quotes of them at most: enough to tell variants apart, and
+# a bounded number (of the demo's pair some 150 KB a token, half of it for maps of wide inputs alone).
 HELD_OUT_TOKENS = 8192
 # Text that distillation learns from, and quotes of it.
 LESSON_TOKENS = 600_000

@@ -77,13 +77,14 @@ def save_direction(
     started: float,
 ) -> None:
     """Fits, refines and judges the maps of one direction, and writes the artifact."""
-    held = HeldOut(*models, [*text.held_out, *text.recall_exam], HELD_OUT_QUERIES)
+    judges = [*text.held_out, *text.recall_exam]
+    held = HeldOut(*models, judges, HELD_OUT_QUERIES, wide=moments.shape.wide)
     maps = _fit(models, text, moments, held, options)
     steps = [options.method, *([options.refit] if options.refit else [])]
     selection: dict[str, Any] = {}
     tail = options.native_tail
     if options.distill_seconds or tail is None:
-        classroom = Classroom(*models)
+        classroom = Classroom(*models, wide=maps.wide(models[0].spec.layers))
         if options.distill_seconds:
             maps, record = _distill(maps, classroom, text, options.distill_seconds)
             selection["distilled"] = record

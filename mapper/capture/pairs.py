@@ -52,9 +52,9 @@ class Pair:
 
         return of(self.source), of(self.target)
 
-    def features(self) -> dict[str, torch.Tensor]:
-        """What maps read of the source."""
-        return as_features(wide_inputs(self.source["k"], self.source["v"]))
+    def features(self, *, wide: bool) -> dict[str, torch.Tensor]:
+        """What maps read of the source; with `wide`, three times as much."""
+        return as_features(wide_inputs(self.source["k"], self.source["v"]) if wide else self.source)
 
 
 @dataclass(frozen=True)

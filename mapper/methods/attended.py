@@ -77,10 +77,10 @@ class AttendedSums:
             for head in range(len(one.bias))
         }
 
-    def add(self, pairs: Iterable[Pair]) -> None:
-        """Pairs with sampled queries."""
+    def add(self, pairs: Iterable[Pair], *, wide: bool) -> None:
+        """Pairs with sampled queries; `wide` if the maps read `wide_inputs`."""
         for pair in pairs:
-            features = pair.features()
+            features = pair.features(wide=wide)
             for layer in range(len(self.maps.k)):
                 weights, attention = felt(pair, layer)
                 for kind in KINDS:

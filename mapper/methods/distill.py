@@ -101,10 +101,13 @@ def fastest_dtype() -> torch.dtype:
 
 
 class Classroom:
-    """The target in the dtype that trains fastest here, frozen, and lessons in the same dtype."""
+    """The target in the dtype that trains fastest here, frozen, and lessons in the same dtype.
 
-    def __init__(self, source: CapturedModel, target: CapturedModel) -> None:
-        self.dtype = fastest_dtype()
+    `wide`: whether the maps to be taught read `wide_inputs`.
+    """
+
+    def __init__(self, source: CapturedModel, target: CapturedModel, *, wide: bool) -> None:
+        self.dtype, self.wide = fastest_dtype(), wide
         self.source, self.target = (
             CapturedModel(model.folder, spec=model.spec, dtype=self.dtype)
             for model in (source, target)
@@ -117,7 +120,8 @@ class Classroom:
         """What maps read of the source, [heads, tokens, layers, head_dim]."""
         theirs = self.source.prefill(document.ids)
         unrotated = self.source.rotary.undo(theirs.k, torch.arange(len(document.ids)))
-        return as_features(wide_inputs(unrotated, theirs.v))
+        inputs = {"k": unrotated, "v": theirs.v}
+        return as_features(wide_inputs(*inputs.values()) if self.wide else inputs)
 
     @torch.no_grad()
     def lesson(self, document: Document) -> Lesson:

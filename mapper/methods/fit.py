@@ -68,7 +68,7 @@ def refit(
     """Attention repair, or repair of keys and attention-aware values, of linear maps: each layer's
     refit is taken where it lowers the error of held-out attention outputs."""
     sums = AttendedSums(maps, method)
-    sums.add(pairs)
+    sums.add(pairs, wide=maps.wide(moments.shape.source_layers))
     refitted = sums.solve(moments, ridge=ridge)
     better = {
         kind: [

@@ -9,7 +9,7 @@ diagonal of the Fisher information, of which KL is half the quadratic form.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -38,11 +38,17 @@ class HeldOut:
         target: CapturedModel,
         documents: Sequence[Document],
         queries: int,
+        *,
+        wide: bool,
     ) -> None:
-        """Samples some `queries` of the target's queries in each document."""
+        """Samples some `queries` of the target's queries in each document. `wide`: for maps of `wide_inputs`."""
         self.target = target
-        self.pairs = list(capture(source, target, documents, asked(queries)))
-        self._features = [pair.features() for pair in self.pairs]
+        self.pairs: list[Pair] = []
+        self._features: list[dict[str, torch.Tensor]] = []
+        for pair in capture(source, target, documents, asked(queries)):
+            self._features.append(pair.features(wide=wide))
+            # What is compared is the native cache; a copy of each un-rotated one would be half as much again.
+            self.pairs.append(replace(pair, source={}, target={}))
         self._slopes = [
             target.sensitivity(document.ids, pair.native.query_positions)
             for document, pair in zip(documents, self.pairs, strict=True)

@@ -154,14 +154,15 @@ def policy_retention(made: dict[str, dict[str, Any]]) -> dict[str, float]:
     return retention
 
 
-def merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def merged(old: dict[str, Any] | None, new: dict[str, Any]) -> dict[str, Any]:
     """A card after a later run: of each class the newer figures, unless they are of fewer questions.
 
     A run of one task takes nothing from what is known of the others. Figures at another native tail or in another
     precision are not kept.
     """
     same = ("tail", "dtype")
-    if any(old.get("settings", {}).get(name) != new["settings"][name] for name in same):
+    measured = (old or {}).get("settings", {})
+    if not old or any(measured.get(name) != new["settings"][name] for name in same):
         return new
     before, now = (
         {"chat": one["conversations"]} | {kind: of["items"] for kind, of in one["classes"].items()}

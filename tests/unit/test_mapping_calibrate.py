@@ -513,7 +513,7 @@ def test_hand_overs_of_one_batch_equal_separate_continuations(pair, monkeypatch)
     models = [CapturedModel(pair / name) for name in ("small", "large")]
     tokenizer = PreTrainedTokenizerFast.from_pretrained(pair / "large")
     documents, _ = read_documents([pair / "talks.jsonl"], tokenizer, length=200, seed=0)
-    classroom = distill.Classroom(*models)
+    classroom = distill.Classroom(*models, wide=False)
     lesson = classroom.lesson(documents[0])
     ids = lesson.document.ids
     pupils = {kind: list(map(distill.Pupil, getattr(artifact.maps, kind))) for kind in "kv"}

@@ -105,7 +105,7 @@ def test_a_repair_is_ridge_with_sample_weights(head_local: bool) -> None:
     moments = moments_of(pair)
     base = fit_layer(moments, "k", (0, 2), 0, head_local=head_local, ridge=ridge)
     sums = AttendedSums(CacheMap([base], [base]), "repair")
-    sums.add([pair])
+    sums.add([pair], wide=False)
     refitted = sums.solve(moments, ridge=ridge).k[0]
     weights, _ = felt(pair, 0)
     columns = base.weight.shape[1]
@@ -132,7 +132,7 @@ def test_attention_aware_values_lower_the_error_of_mixtures() -> None:
     moments = moments_of(pair)
     plain = fit_layer(moments, "v", (1, 2), 0, head_local=True, ridge=1e-4)
     sums = AttendedSums(CacheMap([plain], [plain]), "attention")
-    sums.add([pair])
+    sums.add([pair], wide=False)
     aware = sums.solve(moments, ridge=1e-4).v[0]
     _, attention = felt(pair, 0)
 
