@@ -48,6 +48,12 @@ def pair(tmp_path_factory):
     return root
 
 
+@pytest.fixture(autouse=True)
+def short_exam(monkeypatch) -> None:
+    """Ten documents of a kind tell as much as a hundred of this size."""
+    monkeypatch.setattr(calibrate, "EXAM_TOKENS", 2000)
+
+
 def fit(pair, out: str, texts=("talks.jsonl", "prose.txt"), **options):
     paths = [pair / name for name in texts]
     options = {"length": 200, "held_out": 0.25} | options
