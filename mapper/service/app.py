@@ -66,7 +66,7 @@ def create_app(config: MapperConfig) -> FastAPI:
         else:
             result = await queue.foreground(request)
         asked = {request.source.model, request.target.model}
-        metrics.observe(result, live=asked <= pairs.live().keys())
+        metrics.observe(result, lambda: asked <= pairs.live().keys())
         log.info(
             "transfer",
             pair=result.pair,

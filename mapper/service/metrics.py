@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from mapper.service.protocol import TransferResult
+from mapper.service.protocol import Reason, TransferResult
 from mapper.store import DirectoryStore
 
+# A transfer may have ended for these while it was waiting, its models not looked at.
+_PERHAPS_UNSEEN = {Reason.DEADLINE, Reason.YIELDED, Reason.ERROR}
 # From a millisecond (a few linked pages) to a minute (a very long context on CPU).
 _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 
@@ -41,9 +43,11 @@ class Metrics:
         )
         self.registry.register(_StoreCollector(store))
 
-    def observe(self, result: TransferResult, *, live: bool) -> None:
-        """`live`: whether both models are. A client may send any name; only those of live ones become label values."""
-        pair = result.pair if live else "unknown"
+    def observe(self, result: TransferResult, live: Callable[[], bool]) -> None:
+        """A client may send any model name; only pairs that are `live` become label values. That is read from the store,
+        and asked only where the transfer may have ended before it looked."""
+        known = result.reason not in _PERHAPS_UNSEEN or live()
+        pair = result.pair if known and result.reason != Reason.UNKNOWN_MODEL else "unknown"
         self._transfers.labels(pair, result.status, result.reason).inc()
         self._seconds.labels(pair, result.status).observe(result.ms / 1000)
         for origin in ("mapped", "reused", "exact"):
