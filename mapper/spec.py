@@ -150,14 +150,17 @@ def _tokenizer_digest(folder: Path) -> str:
 
 
 def _chat_template_digest(folder: Path) -> str:
+    """Of the template's text: a copy saved by another version of Transformers has it in the other file."""
     template = folder / "chat_template.jinja"
     if template.is_file():
         return _digest(template.read_bytes())
     config = folder / "tokenizer_config.json"
+    found = None
     if config.is_file():
-        text = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-        return _digest(json.dumps(text, sort_keys=True).encode())
-    return _digest(b"")
+        found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    # Several templates by name are a list.
+    text = found if isinstance(found, str) else json.dumps(found, sort_keys=True) if found else ""
+    return _digest(text.encode())
 
 
 def _weights_digest(folder: Path) -> str:

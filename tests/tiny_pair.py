@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mapper import calibrate
 
 VOCABULARY = 100
 WORDS = [f"w{number}" for number in range(90)]
@@ -75,3 +78,20 @@ def write_prose(path: Path, texts: int = 12) -> Path:
     generator = torch.Generator().manual_seed(1)
     path.write_text("\n\n\n".join(say(generator, 60) for _ in range(texts)))
     return path
+
+
+def write_pair(root: Path) -> Path:
+    write_model(root / "small", 2, 0, spread=0.02)
+    write_model(root / "large", 3, 1, spread=0.02)
+    write_dialogues(root / "talks.jsonl")
+    write_prose(root / "prose.txt", 48)
+    return root
+
+
+def calibrated(
+    root: Path, out: str, texts: Sequence[str] = ("talks.jsonl", "prose.txt"), **options: Any
+) -> Path:
+    """The artifact `root / out` of a pair as `write_pair` leaves it."""
+    paths = [root / name for name in texts]
+    options = {"length": 200, "held_out": 0.25} | options
+    return calibrate.run(root / "small", root / "large", paths, root / out, **options)

@@ -29,3 +29,17 @@ def trained():
     for value in student.parameters().values():
         value.data += 0.1 * torch.randn(value.shape, generator=generator)
     return teacher, student
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """Two models and text to calibrate them on: `small`, `large`, `talks.jsonl`, `prose.txt`."""
+    from tests.tiny_pair import write_pair
+
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture
+def short_exam(monkeypatch) -> None:
+    """Of a tiny pair ten documents of a kind tell as much as a hundred."""
+    monkeypatch.setattr("mapper.calibrate.EXAM_TOKENS", 2000)

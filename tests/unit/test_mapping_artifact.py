@@ -29,6 +29,7 @@ from mapper.artifact import (
 from mapper.errors import BadArtifact, UnsupportedModel
 from mapper.methods.base import AffineMap, CacheMap
 from mapper.spec import ModelSpec, read_spec, refuse_unmappable
+from tests.tiny_pair import TEMPLATE, write_model
 
 HEADS, WIDTH = 2, 4
 
@@ -226,6 +227,24 @@ def test_models_that_cannot_be_mapped_are_refused(tmp_path, field, config, kv_dt
     with pytest.raises(UnsupportedModel) as refused:
         read_spec(tmp_path, name="tiny", kv_dtype=kv_dtype, page_size=16)
     assert refused.value.field == field
+
+
+def test_a_chat_template_is_the_same_in_either_of_its_files(tmp_path) -> None:
+    def digest(name: str, template: object = None) -> str:
+        folder = write_model(tmp_path / name, 1, 0)
+        if template is not None:
+            (folder / "chat_template.jinja").unlink()
+            config = json.loads((folder / "tokenizer_config.json").read_text())
+            config["chat_template"] = template
+            (folder / "tokenizer_config.json").write_text(json.dumps(config))
+        found = read_spec(folder, name="tiny", kv_dtype="float32", page_size=16)
+        return found.chat_template_digest
+
+    own = digest("jinja")
+    assert digest("config", TEMPLATE) == own
+    several = [{"name": "default", "template": TEMPLATE}]
+    others = {digest("changed", f"{TEMPLATE} "), digest("several", several), digest("none", "")}
+    assert len({own} | others) == 4
 
 
 def test_a_model_that_uses_none_of_it_is_not_refused() -> None:
