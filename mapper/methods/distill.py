@@ -51,7 +51,7 @@ SHORTEST_PREFIX = 32
 KEPT = 32
 VISITS = 2
 # Kinds of documents in turn, however many there are of each: a map that is not better on all of them is not kept.
-TURNS = ("chat", "recall", "chat", "prose")
+TURNS = ("chat", "chat", "chat", "recall", "chat", "prose")
 WARM_UP = 20
 # Step of the optimiser relative to the size of what it changes.
 RATE = 2e-3
