@@ -154,22 +154,23 @@ def run(
         specs[0].head_dim,
         wide=method in WIDE and not narrow,
     )
-    others = [Moments.load(path) for path in merge]
+    # They run in fp32, whatever the workers cache in.
+    fp32 = [spec.model_copy(update={"kv_dtype": "float32"}) for spec in specs]
+    size = {"head_local": method in HEAD_LOCAL, "both": reverse is not None}
+    others = _read_others(merge, pair_name(fp32, stride), shape, size, text.fit)
     needed = columns(method, k, shape.kv_heads, shape.head_dim)
     if from_store is None:
         # Nobody knows yet how many rows a store adds.
         rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)
         require_rows(rows, needed)
 
-    # They run in fp32, whatever the workers cache in.
     models = [
-        CapturedModel(folder, spec=spec.model_copy(update={"kv_dtype": "float32"}))
-        for folder, spec in zip((source, target), specs, strict=True)
+        CapturedModel(folder, spec=spec)
+        for folder, spec in zip((source, target), fp32, strict=True)
     ]
     stored = None
     if from_store is not None:
         stored = StoredPairs(from_store, models[0], specs, tenants)
-    size = {"head_local": method in HEAD_LOCAL, "both": reverse is not None}
     console.print(
         f"moments: {shape.bytes(**size) / 2**20:,.0f} MiB in memory, the same again on disk; "
         f"{len(text.fit)} documents to fit, {len(text.held_out)} held out"
@@ -184,7 +185,7 @@ def run(
     sink_tokens = first_tokens(tokenizer, text.fit)
     save_direction(models, specs, text, moments, options, out, sink_tokens, started)
     if reverse is not None:
-        backward = moments.reverse(pair_name(models[::-1], stride))
+        backward = moments.reverse(pair_name(fp32[::-1], stride))
         save_direction(
             models[::-1], specs[::-1], text, backward, options, folders[1], sink_tokens, started
         )
@@ -201,6 +202,38 @@ def _refuse_folders(folders: Sequence[Path]) -> None:
                 f"the two directions' folders {one} and {other} are one, or one is in the other, "
                 "and saving replaces a whole folder: choose two apart"
             )
+
+
+def _read_others(
+    paths: Sequence[Path],
+    pair: str,
+    shape: PairShape,
+    size: dict[str, bool],
+    documents: Sequence[Document],
+) -> list[Moments]:
+    """Moments to merge, each with the sums that this run takes, refused before its own pass is begun."""
+    counted, others = {document.digest for document in documents}, []
+    for path in paths:
+        part = Moments.load(path)
+        if part.pair != pair:
+            raise CalibrationError(
+                f"{path} is of another pair, the other direction or another stride: it was made for "
+                f"{part.pair}, this run is for {pair} (fingerprints of the models' caches)"
+            )
+        if not part.holds(shape, **size):
+            raise CalibrationError(
+                f"{path} has fewer sums than this run takes: make it with the same --method, and with "
+                "--reverse and without --narrow if this run is"
+            )
+        twice = counted & part.documents.keys()
+        if twice:
+            raise CalibrationError(
+                f"{path}: {len(twice)} of its documents are in this run's text or in another file to "
+                "merge; give each process its own part"
+            )
+        counted |= part.documents.keys()
+        others.append(part.reduced(shape, **size))
+    return others
 
 
 def _read_text(texts, tokenizer, tokens: int, length: int, held_out: float) -> Text:

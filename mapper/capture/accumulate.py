@@ -14,6 +14,7 @@ from mapper.capture.pairs import capture
 from mapper.capture.stored import StoredPairs
 from mapper.capture.texts import Document
 from mapper.moments import Moments, PairShape
+from mapper.spec import ModelSpec
 
 _CHECKPOINT_SECONDS = 60
 
@@ -32,7 +33,7 @@ def accumulate(
 ) -> Moments:
     """One pass; continues from `checkpoint` when a run of the same pair left one with these sums or
     more. One that has all documents is left as it is: more sums may be in it than are asked for."""
-    name = pair_name(models, stride)
+    name = pair_name([model.spec for model in models], stride)
     layout = {"head_local": head_local, "both": both}
     moments = Moments.empty(shape, name, **layout)
     if checkpoint.exists():
@@ -61,8 +62,9 @@ def accumulate(
     return moments
 
 
-def pair_name(models: Sequence[CapturedModel], stride: int) -> str:
-    return "->".join(model.spec.fingerprint for model in models) + f"/{stride}"
+def pair_name(specs: Sequence[ModelSpec], stride: int) -> str:
+    """Of the specs that the models run with."""
+    return "->".join(spec.fingerprint for spec in specs) + f"/{stride}"
 
 
 def add_stored(

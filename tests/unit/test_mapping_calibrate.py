@@ -66,9 +66,11 @@ def test_the_sink_table_is_the_targets_own_cache(pair) -> None:
     assert torch.allclose(v, native.v[:, 0], atol=1e-6)
 
 
-def test_two_halves_merged_equal_the_whole(pair) -> None:
+@pytest.mark.parametrize("method", ["head-local", "blocks"])
+def test_two_halves_merged_equal_the_whole(pair, method: str) -> None:
+    """The other half may hold more sums than are needed."""
     whole = Artifact.load(calibrated(pair, "whole", method="head-local", k=1))
-    other = calibrated(pair, "prose", texts=("prose.txt",), method="head-local", k=1)
+    other = calibrated(pair, "prose", texts=("prose.txt",), method=method, k=1)
     halves = calibrated(
         pair, "halves", texts=("talks.jsonl",), method="head-local", k=1,
         merge=[calibrate.checkpoint_path(other)],
@@ -77,6 +79,30 @@ def test_two_halves_merged_equal_the_whole(pair) -> None:
     assert merged.manifest.calibration.rows == whole.manifest.calibration.rows
     for ours, theirs in zip(merged.maps.k, whole.maps.k, strict=True):
         assert torch.allclose(ours.weight, theirs.weight, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stride": 2}, "part.moments is of another pair"),
+        ({"method": "all-head"}, "part.moments has fewer sums"),
+        ({"reverse": "part-back"}, "part.moments has fewer sums"),
+        ({"texts": ("prose.txt",)}, "part.moments: 20 of its documents are in this run's text"),
+        ({"merge": 2}, "part.moments: 20 of its documents .* in another file"),
+    ],
+)
+def test_moments_that_cannot_be_merged_are_refused_before_the_pass(
+    pair, monkeypatch, options, message
+) -> None:
+    part = calibrate.checkpoint_path(pair / "part")
+    if not part.exists():
+        calibrated(pair, "part", texts=("prose.txt",), method="head-local", k=1)
+    monkeypatch.setattr(calibrate, "CapturedModel", lambda *a, **k: pytest.fail("it was loaded"))
+    options = {"texts": ("talks.jsonl",), "method": "head-local", "k": 1, "merge": 1} | options
+    if "reverse" in options:
+        options["reverse"] = pair / options["reverse"]
+    with pytest.raises(CalibrationError, match=message):
+        calibrated(pair, "never", **options | {"merge": [part] * options["merge"]})
 
 
 @pytest.mark.parametrize("reverse", [None, "back"])
