@@ -161,7 +161,9 @@ def run(
     needed = columns(method, k, shape.kv_heads, shape.head_dim)
     if from_store is None:
         # Nobody knows yet how many rows a store adds.
-        rows = sum(len(d.ids) for d in text.fit) // stride + sum(part.rows for part in others)
+        rows = sum(len(d.ids) for d in text.fit) // stride
+        if others is not None:
+            rows += others.rows
         require_rows(rows, needed)
 
     models = [
@@ -176,8 +178,8 @@ def run(
         f"{len(text.fit)} documents to fit, {len(text.held_out)} held out"
     )
     moments = accumulate(models, text.fit, shape, checkpoint_path(out), stride, **size)
-    for part in others:
-        moments.merge(part)
+    if others is not None:
+        moments.merge(others)
     if stored is not None:
         add_stored(moments, models, stored, stride)
         require_rows(moments.rows, needed)
@@ -210,9 +212,10 @@ def _read_others(
     shape: PairShape,
     size: dict[str, bool],
     documents: Sequence[Document],
-) -> list[Moments]:
-    """Moments to merge, each with the sums that this run takes, refused before its own pass is begun."""
-    counted, others = {document.digest for document in documents}, []
+) -> Moments | None:
+    """All moments to merge as one, with the sums that this run takes: no more than two are in memory at a time, and
+    what cannot be merged is refused before the run's own pass is begun."""
+    counted, others = {document.digest for document in documents}, None
     for path in paths:
         part = Moments.load(path)
         if part.pair != pair:
@@ -232,7 +235,11 @@ def _read_others(
                 "merge; give each process its own part"
             )
         counted |= part.documents.keys()
-        others.append(part.reduced(shape, **size))
+        part = part.reduced(shape, **size)
+        if others is None:
+            others = part
+        else:
+            others.merge(part)
     return others
 
 

@@ -159,7 +159,7 @@ def _chat_template_digest(folder: Path) -> str:
     if config.is_file():
         found = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
     # Several templates by name are a list.
-    text = found if isinstance(found, str) else json.dumps(found, sort_keys=True) if found else ""
+    text = json.dumps(found, sort_keys=True) if isinstance(found, list | dict) else found or ""
     return _digest(text.encode())
 
 

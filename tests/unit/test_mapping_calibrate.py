@@ -81,6 +81,24 @@ def test_two_halves_merged_equal_the_whole(pair, method: str) -> None:
         assert torch.allclose(ours.weight, theirs.weight, atol=1e-4)
 
 
+def test_several_parts_are_merged(pair) -> None:
+    texts = (pair / "prose.txt").read_text().split("\n\n\n")
+    (pair / "one.txt").write_text("\n\n\n".join(texts[::2]))
+    (pair / "other.txt").write_text("\n\n\n".join(texts[1::2]))
+    options = {"method": "head-local", "k": 1, "native_tail": 0}
+
+    def rows(out) -> int:
+        return Artifact.load(out).manifest.calibration.rows
+
+    apart = [
+        calibrated(pair, name, texts=(text,), **options)
+        for name, text in (("one", "one.txt"), ("other", "other.txt"), ("own", "talks.jsonl"))
+    ]
+    parts = [calibrate.checkpoint_path(out) for out in apart[:2]]
+    whole = calibrated(pair, "three", texts=("talks.jsonl",), merge=parts, **options)
+    assert rows(whole) == sum(map(rows, apart)) and all(map(rows, apart))
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

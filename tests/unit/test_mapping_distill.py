@@ -35,8 +35,10 @@ def test_distillation_rehearses_quotes_where_the_text_has_sentences(pair) -> Non
     generator = torch.Generator().manual_seed(5)
     texts = (" ".join(f"{say(generator, 9)} ." for _ in range(18)) for _ in range(24))
     (pair / "sentences.txt").write_text("\n\n\n".join(texts))
-    out = calibrated(pair, "quotes", texts=("sentences.txt",), method="head-local", k=1,
-              distill_seconds=1, native_tail=0)  # fmt: skip
+    out = calibrated(
+        pair, "quotes", texts=("sentences.txt",), method="head-local", k=1,
+        distill_seconds=1, native_tail=0,
+    )  # fmt: skip
     distilled = Artifact.load(out).manifest.selection["distilled"]
     kinds = {name.split(",")[0] for name in distilled["held_out_kl_before"]}
     assert kinds == {"prose", "recall"}
