@@ -29,7 +29,7 @@ from mapper.capture.model import CapturedModel
 from mapper.capture.recall import recall_documents
 from mapper.capture.stored import StoredPairs
 from mapper.capture.texts import Document, first_documents, first_tokens, read_documents
-from mapper.direction import Options, Text, save_direction, sink_table
+from mapper.direction import Options, Text, fit_maps, save_direction, sink_table
 from mapper.errors import CalibrationError, UnsupportedModel
 from mapper.methods.attended import Refit
 from mapper.methods.fit import HEAD_LOCAL, WIDE, Method, columns
@@ -145,7 +145,7 @@ def run(
     if distill_seconds:
         text = _with_quotes(text, tokenizer, length)
     sources = {path.name: file_digest(path) for path in map(Path, texts)}
-    options = Options(method, k, ridge, budget, refit, distill_seconds, native_tail, sources)
+    options = Options(method, k, ridge, budget, refit, distill_seconds, native_tail)
 
     shape = PairShape(
         specs[0].layers,
@@ -184,13 +184,26 @@ def run(
         add_stored(moments, models, stored, stride)
         require_rows(moments.rows, needed)
 
-    sink_tokens = first_tokens(tokenizer, text.fit)
-    save_direction(models, specs, text, moments, options, out, sink_tokens, started)
+    record = CalibrationRecord(
+        sources=sources,
+        documents=len(moments.documents),
+        tokens=sum(moments.documents.values()),
+        rows=moments.rows,
+        held_out_documents=len(text.held_out),
+        skipped=text.skipped,
+    )
+    fitted = [fit_maps(models, text, moments, options)]
     if reverse is not None:
         backward = moments.reverse(pair_name(fp32[::-1], stride))
-        save_direction(
-            models[::-1], specs[::-1], text, backward, options, folders[1], sink_tokens, started
-        )
+        fitted.append(fit_maps(models[::-1], text, backward, options))
+        del backward
+    # Gigabytes that distillation needs itself.
+    del moments, others
+
+    sink_tokens = first_tokens(tokenizer, text.fit)
+    for one, folder in zip(fitted, folders, strict=True):
+        save_direction(models, specs, text, one, options, record, folder, sink_tokens, started)
+        models, specs = models[::-1], specs[::-1]
     return out
 
 

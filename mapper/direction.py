@@ -1,4 +1,4 @@
-"""One direction of a calibration: from moments to a fitted, refined, judged and saved artifact."""
+"""One direction of a calibration: from moments to fitted maps, and from those to a judged and saved artifact."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mapper.methods.attended import QUERIES, Refit, attended_bytes
 from mapper.methods.base import CacheMap
 from mapper.methods.distill import TAILS, Classroom, between, distill, evaluate
 from mapper.methods.fit import Method, fit, refit
-from mapper.methods.select import HeldOut
+from mapper.methods.select import HeldOut, Score
 from mapper.methods.tail import choose_tail, tail_curve
 from mapper.moments import KINDS, Moments
 from mapper.spec import ModelSpec
@@ -63,65 +63,23 @@ class Options:
     refit: Refit | None
     distill_seconds: float
     native_tail: int | None
-    sources: dict[str, str]
 
 
-def save_direction(
-    models: Sequence[CapturedModel],
-    specs: Sequence[ModelSpec],
-    text: Text,
-    moments: Moments,
-    options: Options,
-    out: Path,
-    sink_tokens: list[int],
-    started: float,
-) -> None:
-    """Fits, refines and judges the maps of one direction, and writes the artifact."""
-    judges = [*text.held_out, *text.recall_exam]
-    held = HeldOut(*models, judges, HELD_OUT_QUERIES, wide=moments.shape.wide)
+@dataclass(frozen=True)
+class Fitted:
+    """Maps, and what each layer's do to held-out attention outputs."""
+
+    maps: CacheMap
+    scores: list[Score]
+
+
+def fit_maps(
+    models: Sequence[CapturedModel], text: Text, moments: Moments, options: Options
+) -> Fitted:
+    """Fits the maps of one direction. Nothing afterwards needs the moments, which may be gigabytes."""
+    held = _held_out(models, text, wide=moments.shape.wide)
     maps = _fit(models, text, moments, held, options)
-    steps = [options.method, *([options.refit] if options.refit else [])]
-    selection: dict[str, Any] = {}
-    tail = options.native_tail
-    if options.distill_seconds or tail is None:
-        classroom = Classroom(*models, wide=maps.wide(models[0].spec.layers))
-        if options.distill_seconds:
-            maps, record = _distill(maps, classroom, text, options.distill_seconds)
-            selection["distilled"] = record
-            steps += ["distilled"] if record["kept"] else []
-        if tail is None:
-            curve = tail_curve(maps, classroom, text.held_out, models[1])
-            selection["native_tail"] = [asdict(point) for point in curve]
-            tail = choose_tail(curve)
-    scores = [
-        held.score(layer, *pair) for layer, pair in enumerate(zip(maps.k, maps.v, strict=True))
-    ]
-    selection["attention_output_error"] = [score.error for score in scores]
-    selection["attention_output_cosine"] = [score.cosine for score in scores]
-    manifest = Manifest(
-        source=specs[0],
-        target=specs[1],
-        method="+".join(steps),
-        **{
-            kind: [LayerPlan.of(one, options.ridge) for one in getattr(maps, kind)]
-            for kind in KINDS
-        },
-        parameters=maps.parameters,
-        native_tail=tail,
-        sink_token_ids=sink_tokens,
-        calibration=CalibrationRecord(
-            sources=options.sources,
-            documents=len(moments.documents),
-            tokens=sum(moments.documents.values()),
-            rows=moments.rows,
-            held_out_documents=len(text.held_out),
-            skipped=text.skipped,
-            seconds=round(time.monotonic() - started, 1),
-            peak_memory_bytes=peak_memory(),
-        ),
-        selection=selection,
-    )
-    Artifact(manifest, maps, sink_table(models[1], sink_tokens)).save(out)
+    return Fitted(maps, _scores(held, maps))
 
 
 def _fit(
@@ -147,6 +105,69 @@ def _fit(
     console.print(f"refit: {attended_bytes(maps) / 2**20:,.0f} MiB of further sums in memory")
     again = capture(*models, text.fit, log_spaced(QUERIES))
     return refit(maps, options.refit, moments, held, again, options.ridge)
+
+
+def save_direction(
+    models: Sequence[CapturedModel],
+    specs: Sequence[ModelSpec],
+    text: Text,
+    fitted: Fitted,
+    options: Options,
+    record: CalibrationRecord,
+    out: Path,
+    sink_tokens: list[int],
+    started: float,
+) -> None:
+    """Distils and judges fitted maps, and writes the artifact. `record` still lacks time and memory."""
+    steps = [options.method, *([options.refit] if options.refit else [])]
+    selection: dict[str, Any] = {}
+    tail = options.native_tail
+    maps, scores = fitted.maps, fitted.scores
+    wide = maps.wide(models[0].spec.layers)
+    if options.distill_seconds or tail is None:
+        classroom = Classroom(*models, wide=wide)
+        if options.distill_seconds:
+            maps, distilled = _distill(maps, classroom, text, options.distill_seconds)
+            selection["distilled"] = distilled
+            if distilled["kept"]:
+                steps.append("distilled")
+                # Captured again: kept meanwhile, they would take gigabytes that distillation needs.
+                scores = _scores(_held_out(models, text, wide=wide), maps)
+        if tail is None:
+            curve = tail_curve(maps, classroom, text.held_out, models[1])
+            selection["native_tail"] = [asdict(point) for point in curve]
+            tail = choose_tail(curve)
+    selection["attention_output_error"] = [score.error for score in scores]
+    selection["attention_output_cosine"] = [score.cosine for score in scores]
+    manifest = Manifest(
+        source=specs[0],
+        target=specs[1],
+        method="+".join(steps),
+        **{
+            kind: [LayerPlan.of(one, options.ridge) for one in getattr(maps, kind)]
+            for kind in KINDS
+        },
+        parameters=maps.parameters,
+        native_tail=tail,
+        sink_token_ids=sink_tokens,
+        calibration=record.model_copy(
+            update={
+                "seconds": round(time.monotonic() - started, 1),
+                "peak_memory_bytes": peak_memory(),
+            }
+        ),
+        selection=selection,
+    )
+    Artifact(manifest, maps, sink_table(models[1], sink_tokens)).save(out)
+
+
+def _held_out(models: Sequence[CapturedModel], text: Text, *, wide: bool) -> HeldOut:
+    return HeldOut(*models, [*text.held_out, *text.recall_exam], HELD_OUT_QUERIES, wide=wide)
+
+
+def _scores(held: HeldOut, maps: CacheMap) -> list[Score]:
+    pairs = zip(maps.k, maps.v, strict=True)
+    return [held.score(layer, *pair) for layer, pair in enumerate(pairs)]
 
 
 def _distill(

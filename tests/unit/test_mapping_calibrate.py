@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -290,6 +291,42 @@ def test_what_needs_no_model_is_refused_before_one_is_loaded(
         calibrated(pair, **{"out": "never"} | options)
 
 
+@pytest.mark.parametrize("reverse", [None, "back"])
+def test_neither_sums_nor_held_out_pairs_are_kept_while_maps_are_distilled(
+    pair, monkeypatch, reverse
+) -> None:
+    """Together they are as large as all that distillation needs itself."""
+    other = calibrated(
+        pair, "other", texts=("prose.txt",), method="auto", reverse=reverse and pair / "other-back"
+    )
+    kept, left = [], []
+
+    def watched(make):
+        def made(*arguments, **options):
+            kept.append(weakref.ref(thing := make(*arguments, **options)))
+            return thing
+
+        return made
+
+    def distilled(maps, *rest):
+        left.append([one() for one in kept if one() is not None])
+        return maps, {"kept": True}
+
+    for module, name in [
+        (calibrate, "accumulate"),
+        (calibrate, "_read_others"),
+        (direction, "HeldOut"),
+    ]:
+        monkeypatch.setattr(module, name, watched(getattr(module, name)))
+    monkeypatch.setattr(direction, "_distill", distilled)
+    calibrated(
+        pair, "there", texts=("talks.jsonl",), method="auto", native_tail=0, distill_seconds=1,
+        reverse=reverse and pair / reverse, merge=[calibrate.checkpoint_path(other)],
+    )  # fmt: skip
+    assert left == [[]] * (2 if reverse else 1)
+    assert len(kept) == 2 + 2 * len(left)
+
+
 @pytest.mark.parametrize(("budget", "spent"), [(None, 100), (7, 7), (0, 0)])
 def test_only_no_budget_is_the_usual_one(monkeypatch, budget, spent) -> None:
     """An eighth of the target layers' parameters."""
@@ -298,7 +335,7 @@ def test_only_no_budget_is_the_usual_one(monkeypatch, budget, spent) -> None:
         raise CalibrationError(f"{budget} to spend")
 
     monkeypatch.setattr(direction, "fit", fit)
-    options = direction.Options("auto", 1, 1e-4, budget, None, 0, 0, {})
+    options = direction.Options("auto", 1, 1e-4, budget, None, 0, 0)
     moments = Moments.empty(PairShape(2, 3, 2, 8), "a->b")
     models = [None, SimpleNamespace(layer_parameters=lambda: 800)]
     with pytest.raises(CalibrationError, match=f"^{spent} to spend"):
